@@ -14,7 +14,6 @@ from asyncrl.config.loading import parse
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import LearnerSettings, LoraSettings
 from asyncrl.devices.float8 import FrozenFloat8Linear
-from asyncrl.devices.offload import OffloadedTensors
 from asyncrl.errors import ConfigError
 from asyncrl.launch.named_models import build_policy
 from asyncrl.learner.forward import Reference
@@ -144,17 +143,6 @@ def test_adapters_of_a_tiny_policy_get_almost_the_same_gradient_in_bf16() -> Non
         assert told[f"equal {dtype}"] == 0, told
         assert told[f"again {dtype}"] == 0, told
         assert told[f"reference {dtype}"] == 0, told
-
-
-def test_the_copies_leave_the_device_with_the_weights_and_come_back() -> None:
-    policy = learning()
-    expected = [buffer.clone() for buffer in policy.buffers()]
-    held = OffloadedTensors(lambda: [*policy.parameters(), *policy.buffers()], list, {CPU})
-    held.offload()
-    copies = [module.backward_weight for module in policy.modules() if isinstance(module, FrozenFloat8Linear)]
-    assert {copied.untyped_storage().nbytes() for copied in copies} == {0}
-    held.restore()
-    assert all(torch.equal(*pair) for pair in zip(policy.buffers(), expected, strict=True))
 
 
 def test_a_learner_has_rounded_layers_and_an_actor_has_none() -> None:

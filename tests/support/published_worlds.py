@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -54,3 +56,23 @@ EXPORTS: Final[dict[str, Callable[[Path], None]]] = {
     "evac": export_evac,
 }
 """Writes a published folder of a kind."""
+
+
+def listed_shapes(name: str) -> dict[str, torch.Size]:
+    """Names and shapes of a published file, from tests/data."""
+    rows = (Path(__file__).parents[1] / "data" / f"{name}.txt").read_text().splitlines()
+    split = [row.partition(" ") for row in rows]
+    return {name: torch.Size(int(size) for size in sizes.split("x") if size) for name, _, sizes in split}
+
+
+def sparse_safetensors(path: Path, shapes: dict[str, torch.Size]) -> None:
+    """A bfloat16 file of the true size whose numbers are a hole: it takes no space."""
+    header, offset = {}, 0
+    for name, shape in shapes.items():
+        end = offset + 2 * shape.numel()
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    content = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(content)) + content)
+        file.truncate(8 + len(content) + offset)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-import struct
+from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from asyncrl.config.loading import parse
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ImaginationSettings
-from asyncrl.errors import AsyncRLError, CheckpointError
+from asyncrl.errors import CheckpointError
 from asyncrl.launch.console import world_line
 from asyncrl.launch.environment import build_world_model, check_environment, with_world_defaults
 from asyncrl.rewards.files import RewardConfig, open_reward
@@ -33,21 +33,13 @@ from asyncrl.worlds.wan.vae import VaeConfig, WanVae
 from asyncrl.worlds.wan.world import WanWorld, save_world
 from support.pth import write_pth
 from support.published_exports import export_reward, export_world
+from support.published_worlds import SMALL, SMALL_VAE, listed_shapes, small_world, sparse_safetensors
 from support.worlds import load_world
 
-SMALL = replace(TransformerConfig.full(), heads=1, layers=2, ffn_dim=64, freq_dim=32)
-SMALL_VAE = replace(VaeConfig.full(), base_dim=4, decoder_base_dim=4)
 SMALL_REWARD = replace(RewardConfig.full(), widths=(4, 4, 8, 8))
 SPATIAL, GOAL = SUITES["libero_spatial"], SUITES["libero_goal"]
 MODEL = "model-00001.safetensors"
 VAE = "Wan2.2_VAE.pth"
-
-
-def small_world() -> WanWorld:
-    torch.manual_seed(0)
-    transformer = ActionWanTransformer(SMALL).eval().requires_grad_(False).to(torch.bfloat16)
-    vae = WanVae(SMALL_VAE).eval().requires_grad_(False).to(torch.bfloat16)
-    return WanWorld(transformer, vae, image_size=256, schedule_steps=5)
 
 
 def small_reward(tasks: tuple[str, ...] = ()) -> ResNetReward:
@@ -94,27 +86,7 @@ def copy(published: Path, tmp_path: Path) -> Path:
     return target
 
 
-# ---- true names and shapes -----------------------------------------------------------------------
-
-
-def listed(name: str) -> dict[str, torch.Size]:
-    """Names and shapes of a published file, from tests/data."""
-    rows = (Path(__file__).parents[1] / "data" / f"{name}.txt").read_text().splitlines()
-    split = [row.partition(" ") for row in rows]
-    return {name: torch.Size(int(size) for size in sizes.split("x") if size) for name, _, sizes in split}
-
-
-def sparse_safetensors(path: Path, shapes: dict[str, torch.Size]) -> None:
-    """A file of the true size whose numbers are a hole: it takes no space."""
-    header, offset = {}, 0
-    for name, shape in shapes.items():
-        end = offset + 2 * shape.numel()
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    content = json.dumps(header).encode()
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(content)) + content)
-        file.truncate(8 + len(content) + offset)
+# ---- true names and shapes ----
 
 
 def sparse_pth(path: Path, shapes: dict[str, torch.Size], wrapper: str | None = None) -> None:
@@ -128,8 +100,8 @@ def sparse_pth(path: Path, shapes: dict[str, torch.Size], wrapper: str | None = 
 def test_files_of_the_true_size_are_recognised_and_checked_without_reading_them(
     tmp_path: Path, wrapper: str | None
 ) -> None:
-    sparse_safetensors(tmp_path / MODEL, listed("wan_action_transformer"))
-    sparse_pth(tmp_path / VAE, listed("wan_vae"), wrapper)
+    sparse_safetensors(tmp_path / MODEL, listed_shapes("wan_action_transformer"))
+    sparse_pth(tmp_path / VAE, listed_shapes("wan_vae"), wrapper)
     assert (tmp_path / MODEL).stat().st_size > 10_000_000_000
     assert (tmp_path / VAE).stat().st_size > 2_800_000_000
     files = open_world(tmp_path)
@@ -142,7 +114,7 @@ def test_files_of_the_true_size_are_recognised_and_checked_without_reading_them(
 def test_reward_files_of_the_true_size_are_told_apart_by_their_tensors(
     tmp_path: Path, name: str, count: int
 ) -> None:
-    shapes = listed(name)
+    shapes = listed_shapes(name)
     assert len(shapes) == count
     sparse_pth(tmp_path / "resnet_rm.pth", shapes, "model_state_dict")  # whatever the file is called
     files = open_reward(tmp_path, [GOAL[7], GOAL[2]])[""]
@@ -153,7 +125,7 @@ def test_reward_files_of_the_true_size_are_told_apart_by_their_tensors(
 
 def published_shapes(*, token: int = 7, vector: int = 28) -> dict[str, torch.Size]:
     """The transformer's tensors when its actions have other numbers; 0: it lacks that input."""
-    shapes = {n: s for n, s in listed("wan_action_transformer").items() if not n.startswith("action_")}
+    shapes = {n: s for n, s in listed_shapes("wan_action_transformer").items() if not n.startswith("action_")}
     for name, inputs, inner in (("action_mlp1", token, 3072), ("action_mlp2", vector, 12288)):
         if inputs:
             sizes = {
@@ -343,15 +315,6 @@ def test_a_published_world_brings_rlinfs_values_where_no_flag_says_otherwise(
         assert "temperature" not in world_line(parse(["--world", str(published), *flags, *enough]), defaults)
 
 
-def test_a_recipe_wins_over_what_the_world_says(published: Path, tmp_path: Path) -> None:
-    recipe = tmp_path / "mine.toml"
-    recipe.write_text(
-        f'world = "{published}"\n[actor]\nmax_decisions = 4\n[imagination]\ncontext = "latents"\n'
-    )
-    config, _ = with_world_defaults(parse([str(recipe)]))
-    assert (config.actor.max_decisions, config.imagination.context) == (4, "latents")
-
-
 def test_a_world_is_loaded_with_the_memory_that_its_folder_says(published: Path, tmp_path: Path) -> None:
     assert load_world(published).memory == "frames"
     assert load_world(published, settings=ImaginationSettings(context="latents")).memory == "latents"
@@ -397,25 +360,6 @@ def test_the_suite_of_a_reward_model_follows_from_the_start_states(copy: Path, t
         check_environment(config)
 
 
-@pytest.mark.parametrize(
-    ("missing", "words"),
-    [
-        (
-            MODEL,
-            r"--world .* holds Wan2\.2_VAE\.pth, dataset, resnet_rm\.pth: no world model.*"
-            r"Wan's \(no tensor patch_embedding\.weight in its \*\.safetensors",
-        ),
-        (VAE, r"no autoencoder: .*Wan2\.2_VAE\.pth does not exist"),
-        ("resnet_rm.pth", r"no readable reward model \(looked for reward\.json, resnet_rm\.pth, taskemb"),
-        ("dataset", r"brings no start states: .*dataset is not a folder.*--start-states"),
-    ],
-)
-def test_what_is_missing_is_named_with_where_it_was_looked_for(copy: Path, missing: str, words: str) -> None:
-    (copy / missing).unlink()
-    with pytest.raises(CheckpointError, match=words):
-        check_environment(TrainConfig(world=str(copy)))
-
-
 @pytest.mark.parametrize("beside", ["nothing", "Wan's autoencoder"])
 def test_opensoras_folder_is_recognised(copy: Path, beside: str) -> None:
     """It has the transformer's file under Wan's name; nobody should fetch Wan's autoencoder for it."""
@@ -428,6 +372,10 @@ def test_opensoras_folder_is_recognised(copy: Path, beside: str) -> None:
     ) as raised:
         check_environment(TrainConfig(world=str(copy)))
     assert VAE not in str(raised.value)
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
 
 
 def broken_index(folder: Path) -> None:
@@ -462,6 +410,17 @@ def larger_reward(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("breaks", "words"),
     [
+        (
+            without(MODEL),
+            r"--world .* holds Wan2\.2_VAE\.pth, dataset, resnet_rm\.pth: no world model.*"
+            r"Wan's \(no tensor patch_embedding\.weight in its \*\.safetensors",
+        ),
+        (without(VAE), r"no autoencoder: .*Wan2\.2_VAE\.pth does not exist"),
+        (
+            without("resnet_rm.pth"),
+            r"no readable reward model \(looked for reward\.json, resnet_rm\.pth, taskemb",
+        ),
+        (without("dataset"), r"brings no start states: .*dataset is not a folder.*--start-states"),
         (broken_index, "has no weight_map of tensors"),
         (code_in_the_autoencoder, r"Wan2\.2_VAE\.pth was not read: it holds no tensors by name"),
         (other_latents, "has 16 latent channels; Wan 2.2 has 48"),
@@ -471,7 +430,7 @@ def larger_reward(folder: Path) -> None:
         (larger_reward, r"holds net\.9\.weight, which the model has no use for"),
     ],
 )
-def test_files_that_are_something_else_are_refused(copy: Path, breaks, words: str) -> None:
+def test_files_that_are_missing_or_something_else_are_named(copy: Path, breaks, words: str) -> None:
     breaks(copy)
     with pytest.raises(CheckpointError, match=words):
         check_environment(TrainConfig(world=str(copy)))
@@ -492,10 +451,3 @@ def test_a_fitted_world_without_start_states_begins_at_the_shipped_ones(tmp_path
     save_reward(tmp_path, ResNetReward(RewardNetwork(reward), reward))
     assert len(check_environment(TrainConfig(world=str(tmp_path))).starts) > 0
     assert open_world(tmp_path).types().dtype == torch.float32
-
-
-def test_an_index_cannot_lead_out_of_its_folder(published: Path, tmp_path: Path) -> None:
-    outside = {"weight_map": {"patch_embedding.weight": str(published / MODEL)}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(outside))
-    with pytest.raises(AsyncRLError, match=r"Wan's \(no tensor blocks\.0\.self_attn\.q\.weight"):
-        check_environment(TrainConfig(world=str(tmp_path)))

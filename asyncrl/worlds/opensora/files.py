@@ -302,37 +302,19 @@ def read_action_range(folder: Path, numbers: int = ACTION_DIM) -> ActionRange:
     """Read ``dataset_statistics.json``: ``action`` at its top, or in its only data set."""
     path = folder / STATISTICS
     content = read_json(path, _PUBLISHED)
-    data_sets = {"": content} if "action" in content else content
-    entries = {
-        name: entry["action"]
-        for name, entry in data_sets.items()
-        if isinstance(entry, dict) and "action" in entry
-    }
-    if len(entries) != 1:
+    data_sets = [content] if "action" in content else list(content.values())
+    try:
+        (entry,) = (entry for entry in data_sets if "action" in entry)
+        low, high = (tuple(map(float, entry["action"][key])) for key in ("q01", "q99"))
+        ranges = list(zip(low, high, strict=True))
+        if len(ranges) != numbers or not all(-math.inf < first < last < math.inf for first, last in ranges):
+            raise ValueError(f"{shortened(entry['action'])}")
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{path} holds {len(entries)} data sets with q01 and q99 of an action "
-            f"({', '.join(sorted(entries))}), and a world has one. Leave only that one in the file."
-        )
-    (action,) = entries.values()
-    ends: list[tuple[float, ...]] = []
-    for key in ("q01", "q99"):
-        found = action.get(key) if isinstance(action, dict) else None
-        if (
-            not isinstance(found, list)
-            or len(found) != numbers
-            or not all(type(x) in (int, float) and math.isfinite(x) for x in found)
-        ):
-            raise CheckpointError(
-                f"{path}: {key} of action is {shortened(found)}, expected {numbers} numbers. {_PUBLISHED}"
-            )
-        ends.append(tuple(map(float, found)))
-    for number, (low, high) in enumerate(zip(*ends, strict=True)):
-        if not low < high:
-            raise CheckpointError(
-                f"{path}: number {number} of an action goes from {low} (q01) to {high} (q99), which is no "
-                f"range that it could be scaled to. {_PUBLISHED}"
-            )
-    return ActionRange(low=ends[0], high=ends[1])
+            f"{path} should hold one data set with q01 and q99 of an action, {numbers} finite numbers each, "
+            f"q01 below q99; it does not ({error!r}). {_PUBLISHED}"
+        ) from error
+    return ActionRange(low=low, high=high)
 
 
 def write_vae_config(folder: Path, size: FrameVaeConfig) -> None:

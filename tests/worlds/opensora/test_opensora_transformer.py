@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from asyncrl.worlds.layers import sinusoid
 from asyncrl.worlds.opensora.stdit3 import UNUSED, STDiT3, STDiT3Config
 from support.opensora import NANO, nano_transformer
+from support.published_worlds import listed_shapes
 
 
 def some_inputs(batch: int = 2, *, new: int = 8, height: int = 6, width: int = 4) -> tuple[Tensor, ...]:
@@ -248,16 +248,12 @@ def test_times_are_rounded_to_the_type_of_the_weights() -> None:
 # ---- names ---------------------------------------------------------------------------------------
 
 
-def published() -> dict[str, torch.Size]:
-    rows = (Path(__file__).parents[2] / "data" / "stdit3_xl2.txt").read_text().splitlines()
-    split = [row.partition(" ") for row in rows]
-    return {name: torch.Size(int(size) for size in sizes.split("x")) for name, _, sizes in split}
-
-
 def test_the_published_size_has_the_published_tensors_that_are_used() -> None:
     with torch.device("meta"):
         model = STDiT3(STDiT3Config.xl2())
-    used = {n: shape for n, shape in published().items() if not any(part in n for part in UNUSED)}
+    used = {
+        n: shape for n, shape in listed_shapes("stdit3_xl2").items() if not any(part in n for part in UNUSED)
+    }
     assert {name: tensor.shape for name, tensor in model.state_dict().items()} == used
     assert sum(p.numel() for p in model.parameters()) == 907_789_892
 
