@@ -216,23 +216,6 @@ def test_sampling_that_cannot_work_is_refused(bad: dict[str, float]) -> None:
 # --- acting and evaluating ----------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "sampling", [AS_IS, SamplingParams(temperature=1.6), SamplingParams(temperature=0.7, top_k=9)]
-)
-def test_evaluating_gives_the_log_probs_that_acting_reported(
-    policy: OpenVLAOFTPolicy, sampling: SamplingParams
-) -> None:
-    inputs = policy.preprocess(some_frames(3), [LONG, SHORT, LONG])
-    acted = policy.act(inputs, sampling, [1, 2, 3])
-    again = policy.train().evaluate(inputs, {"tokens": acted.sample["tokens"]}, sampling)
-    policy.eval()
-    torch.testing.assert_close(again.logprob, acted.logprob, atol=1e-5, rtol=0)
-    torch.testing.assert_close(again.entropy, acted.entropy, atol=1e-5, rtol=0)
-    torch.testing.assert_close(again.value, acted.value, atol=1e-5, rtol=0)
-    assert again.logprob.requires_grad
-    assert not acted.logprob.requires_grad
-
-
 def test_a_row_does_not_depend_on_its_place_or_its_neighbours(policy: OpenVLAOFTPolicy) -> None:
     frames, tasks, seeds = some_frames(4), [LONG, SHORT, LONG, SHORT], [11, 12, 13, 14]
     together = policy.act(policy.preprocess(frames, tasks), AS_IS, seeds)
@@ -314,17 +297,6 @@ def test_the_instruction_changes_the_first_and_the_last_token(policy: OpenVLAOFT
     difference = (logits[0] - logits[1]).abs().amax(-1)
     assert difference[0] > 1e-3
     assert difference[-1] > 1e-3
-
-
-@torch.no_grad()
-def test_padding_changes_nothing(policy: OpenVLAOFTPolicy) -> None:
-    frames = some_frames(2)
-    both = policy.preprocess(frames, [SHORT, LONG])
-    assert both.attention_mask.sum(1).tolist() == [len(policy.tokenizer.ids(t)) for t in (SHORT, LONG)]
-    padded = policy.lm_head(policy.readout(both))
-    for row, task in enumerate((SHORT, LONG)):
-        alone = policy.lm_head(policy.readout(policy.preprocess(frames[row : row + 1], [task])))
-        torch.testing.assert_close(padded[row], alone[0], atol=1e-5, rtol=0)
 
 
 @torch.no_grad()
