@@ -320,7 +320,8 @@ def test_acting_and_evaluating_agree(variant: str, sampling: SamplingParams) -> 
     for tasks in ([LONG, LONG], [SHORT, LONG]):
         inputs = inputs_of(policy, tasks)
         acted = policy.act(inputs, sampling, [5, 6])
-        again = policy.evaluate(inputs, {"tokens": acted.sample["tokens"]}, sampling)
+        again = policy.train().evaluate(inputs, {"tokens": acted.sample["tokens"]}, sampling)
+        assert (again.logprob.requires_grad, acted.logprob.requires_grad) == (True, False)
         torch.testing.assert_close(again.logprob, acted.logprob, atol=1e-5, rtol=0)
         torch.testing.assert_close(again.entropy, acted.entropy, atol=1e-5, rtol=0)
         torch.testing.assert_close(again.value, acted.value, atol=1e-5, rtol=0)
