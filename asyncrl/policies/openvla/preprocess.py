@@ -91,7 +91,6 @@ class PromptTokenizer:
         self.shortest = 0  # Minimum length of a batch.
         self.always_masked = False  # True if attention gets a mask even where a batch needs none.
         self._known: dict[str, tuple[int, ...]] = {}
-        self._first: dict[tuple[int, ...], str] = {}
 
     @classmethod
     def from_file(cls, path: Path, *, pad_id: int) -> PromptTokenizer:
@@ -136,7 +135,6 @@ class PromptTokenizer:
                 f"below {self.pad_id}: tokenizer.json belongs to another checkpoint. Copy the right one."
             )
         self._refuse_unknown(task, prompt, ids, encoded.offsets)
-        self._refuse_second(task, known)
         self._known[task] = known
         return known
 
@@ -152,18 +150,6 @@ class PromptTokenizer:
                 f"The policy cannot read {', '.join(unread)} of the instruction {task!r}: its tokenizer does "
                 f"not know {'the word' if len(unread) == 1 else 'the words'}. Use other words, or a policy "
                 "that knows them: `asyncrl fit policy` takes them from its recordings (not with --refine)."
-            )
-
-    def _refuse_second(self, task: str, ids: tuple[int, ...]) -> None:
-        other = self._first.setdefault(ids, task)
-        if task.lower().split() != other.lower().split():
-            pieces = sorted({piece for text in (other, task) for piece in re.findall(_PIECE, text.lower())})
-            unknown = [repr(piece) for piece in pieces if self.tokenizer.token_to_id(piece) is None]
-            raise ConfigError(
-                f"The policy reads {other!r} and {task!r} as the same prompt, because its tokenizer does not "
-                f"know {' nor '.join(unknown)}: it cannot tell these tasks apart. Use a "
-                "policy that knows what tells them apart; `asyncrl fit policy` takes it from its recordings "
-                "(not with --refine)."
             )
 
     def batch(self, tasks: Sequence[str]) -> tuple[Tensor, Tensor]:

@@ -226,7 +226,7 @@ def recognise_transformer(files: TensorFiles, about: Mapping[str, Any]) -> STDiT
     inner = shape("spatial_blocks.0.mlp.fc1.weight", 2)[0]
     depths = (re.match(r"(?:spatial|temporal)_blocks\.(\d+)\.", name) for name in shapes)
     try:
-        size = STDiT3Config(
+        return STDiT3Config(
             depth=len({match[1] for match in depths if match}),
             width=width,
             heads=width // head_dim if head_dim else 0,
@@ -238,11 +238,6 @@ def recognise_transformer(files: TensorFiles, about: Mapping[str, Any]) -> STDiT
         )
     except ValueError as error:
         raise CheckpointError(f"{files.label} is no STDiT3: {error}. Download it again.") from error
-    if size == STDiT3Config.xl2():
-        _log.info("%s is an STDiT3-XL/2 with actions, as published", files.label)
-    elif not about:
-        _log.warning("%s has another size than the published STDiT3-XL/2: %s", files.label, size)
-    return size
 
 
 def recognise_vae(folder: Path, about: Mapping[str, Any]) -> tuple[TensorFiles, FrameVaeConfig]:
