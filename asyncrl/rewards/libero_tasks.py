@@ -9,29 +9,21 @@ from asyncrl.errors import CheckpointError
 
 # The id of an instruction is its index in the suite.
 SUITES: Final[dict[str, tuple[str, ...]]] = {
-    "libero_spatial": (
-        "pick up the black bowl between the plate and the ramekin and place it on the plate",
-        "pick up the black bowl from table center and place it on the plate",
-        "pick up the black bowl in the top drawer of the wooden cabinet and place it on the plate",
-        "pick up the black bowl next to the cookie box and place it on the plate",
-        "pick up the black bowl next to the plate and place it on the plate",
-        "pick up the black bowl next to the ramekin and place it on the plate",
-        "pick up the black bowl on the cookie box and place it on the plate",
-        "pick up the black bowl on the ramekin and place it on the plate",
-        "pick up the black bowl on the stove and place it on the plate",
-        "pick up the black bowl on the wooden cabinet and place it on the plate",
+    "libero_spatial": tuple(
+        f"pick up the black bowl {place} and place it on the plate"
+        for place in (
+            *("between the plate and the ramekin", "from table center"),
+            *("in the top drawer of the wooden cabinet", "next to the cookie box", "next to the plate"),
+            *("next to the ramekin", "on the cookie box", "on the ramekin", "on the stove"),
+            "on the wooden cabinet",
+        )
     ),
-    "libero_object": (
-        "pick up the alphabet soup and place it in the basket",
-        "pick up the bbq sauce and place it in the basket",
-        "pick up the butter and place it in the basket",
-        "pick up the chocolate pudding and place it in the basket",
-        "pick up the cream cheese and place it in the basket",
-        "pick up the ketchup and place it in the basket",
-        "pick up the milk and place it in the basket",
-        "pick up the orange juice and place it in the basket",
-        "pick up the salad dressing and place it in the basket",
-        "pick up the tomato sauce and place it in the basket",
+    "libero_object": tuple(
+        f"pick up the {thing} and place it in the basket"
+        for thing in (
+            *("alphabet soup", "bbq sauce", "butter", "chocolate pudding", "cream cheese", "ketchup", "milk"),
+            *("orange juice", "salad dressing", "tomato sauce"),
+        )
     ),
     "libero_goal": (
         "open the middle drawer of the cabinet",

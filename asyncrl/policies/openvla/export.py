@@ -214,28 +214,23 @@ def unpublished_size(config: OpenVLAOFTConfig) -> str:
 
 def missing_files(folder: Path) -> dict[str, list[str]]:
     """List the files that other stacks need and a policy folder lacks, by the classes that read them."""
-    names_of_files = ("config.json", "preprocessor_config.json", "processor_config.json", TOKENIZER_CONFIG)
-    maps = {name: _auto_map(folder / name) for name in names_of_files if (folder / name).is_file()}
-    mapped = "AutoConfig" in maps["config.json"] and bool(model_class(folder))
-    model, processor = ["configuration_prismatic.py", "modeling_prismatic.py"], list[str]()
-    if mapped:
-        model = _code_files(maps["config.json"], processors=False)
-    if not maps.keys() & {"preprocessor_config.json", "processor_config.json"}:
-        processor = ["preprocessor_config.json", "processing_prismatic.py"]
-    for classes in maps.values():
-        processor += _code_files(classes, processors=True)
+    processors = ("preprocessor_config.json", "processor_config.json")
+    wanted: dict[str, list[str]] = {"AutoConfig and AutoModel": [], "AutoProcessor": []}
+    if not model_class(folder):
+        wanted["AutoConfig and AutoModel"] = [
+            *("config.json with auto_map", "configuration_prismatic.py", "modeling_prismatic.py")
+        ]
+    if not any((folder / name).is_file() for name in processors):
+        wanted["AutoProcessor"] = ["preprocessor_config.json", "processing_prismatic.py"]
+    for name in ("config.json", *processors, TOKENIZER_CONFIG):
+        for auto, own in _auto_map(folder / name).items():
+            reader = "AutoProcessor" if auto.startswith(_PROCESSORS) else "AutoConfig and AutoModel"
+            wanted[reader] += [f"{one.rpartition('.')[0]}.py" for one in own if "--" not in one]
     missing = {
         reader: [name for name in dict.fromkeys(files) if not (folder / name).is_file()]
-        for reader, files in (("AutoConfig and AutoModel", model), ("AutoProcessor", processor))
+        for reader, files in wanted.items()
     }
-    if not mapped:
-        missing["AutoConfig and AutoModel"].insert(0, "config.json with auto_map")
     return {reader: files for reader, files in missing.items() if files}
-
-
-def _code_files(classes: Mapping[str, list[str]], *, processors: bool) -> list[str]:
-    lists = (own for name, own in classes.items() if name.startswith(_PROCESSORS) is processors)
-    return [f"{one.rpartition('.')[0]}.py" for own in lists for one in own if "--" not in one]
 
 
 def listed(missing: Mapping[str, list[str]]) -> str:
@@ -244,13 +239,15 @@ def listed(missing: Mapping[str, list[str]]) -> str:
 
 
 def model_class(folder: Path) -> str:
-    """Return the class of transformers that opens the policy: the first AutoModel of its auto_map."""
+    """Return the class of transformers that opens the policy, the first AutoModel; "" without AutoConfig."""
     classes = _auto_map(folder / "config.json")
+    if "AutoConfig" not in classes:
+        return ""
     return next((name for name in classes if name.startswith("AutoModel") and name.isidentifier()), "")
 
 
 def _auto_map(file: Path) -> dict[str, list[str]]:
-    auto_map = read_json(file).get("auto_map")
+    auto_map = read_json(file).get("auto_map") if file.is_file() else None
     if not isinstance(auto_map, Mapping):
         return {}
     lists = {name: of if isinstance(of, list) else [of] for name, of in auto_map.items()}
