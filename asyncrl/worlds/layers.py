@@ -38,13 +38,8 @@ class FrameVaeConfig:
         levels, groups = len(self.widths), self.groups
         if not 1 <= levels <= 8 or not 1 <= self.layers_per_block <= 16 or min(self.channels, groups) < 1:
             raise ValueError(f"{self} has a size that is no size")
-        if any(
-            type(width) is not int or width < 1 or width % groups for width in self.widths
-        ) or not 0 < self.scale < float("inf"):
-            raise ValueError(
-                f"widths {list(self.widths)} with {groups} groups and scale {self.scale}: groups must divide "
-                "every width, and the scale must be positive"
-            )
+        if any(width < 1 or width % groups for width in self.widths) or not 0 < self.scale < float("inf"):
+            raise ValueError(f"{self}: groups must divide every width, and the scale must be positive")
 
     @property
     def spatial(self) -> int:

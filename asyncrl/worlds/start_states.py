@@ -103,18 +103,18 @@ def _read(path: Path, file: h5py.File) -> list[StartState]:
     arrays = {name: np.asarray(dataset_in(file, name)) for name in map(str, file)}
     frames = arrays["frame"]
     none = (np.zeros((0, *frames.shape[1:]), np.uint8), np.zeros((0, ACTION_DIM), np.float32))
-    poses = arrays.get("ee_pose")
-    if poses is not None and (poses.shape != (len(frames), POSE_DIM) or poses.dtype != np.float32):
-        raise AssetError(
-            f"{path}: ee_pose is {poses.dtype}{list(poses.shape)}, expected float32 [{len(frames)}, "
-            f"{POSE_DIM}]. Write it again."
-        )
-    elapsed = arrays.get("elapsed", np.zeros(len(frames), np.int64))
-    if elapsed.shape != (len(frames),) or elapsed.dtype != np.int64 or (elapsed < 0).any():
-        raise AssetError(
-            f"{path}: elapsed is {elapsed.dtype}{list(elapsed.shape)}, expected int64 [{len(frames)}], none "
-            "below 0. Write it again."
-        )
+    poses, elapsed = arrays.get("ee_pose"), arrays.get("elapsed", np.zeros(len(frames), np.int64))
+    for name, array, kind, shape in (
+        ("ee_pose", poses, "float32", [len(frames), POSE_DIM]),
+        ("elapsed", elapsed, "int64", [len(frames)]),
+    ):
+        if array is not None and (array.dtype != kind or list(array.shape) != shape):
+            raise AssetError(
+                f"{path}: {name} is {array.dtype}{list(array.shape)}, expected {kind} {shape}. Write it "
+                "again."
+            )
+    if (elapsed < 0).any():
+        raise AssetError(f"{path}: elapsed is below 0. Write it again.")
     states = []
     for i, length in enumerate(arrays["context_length"]):
         context = (arrays["context_frames"][i], arrays["context_actions"][i]) if length else none

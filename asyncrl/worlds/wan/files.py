@@ -241,10 +241,7 @@ def recognise_transformer(files: TensorFiles, about: Mapping[str, Any]) -> Trans
     width, channels, _, patch, _ = shape("patch_embedding.weight", 5)
     head_dim = int(about["head_dim"]) if about else HEAD_DIM
     if head_dim < 1 or width % head_dim:
-        raise CheckpointError(
-            f"{files.label} is {width} channels wide; Wan models have heads of {head_dim}. Save it with "
-            "save_world instead, whose folders say how many heads there are."
-        )
+        raise CheckpointError(f"{files.label} is {width} channels wide, with heads of {head_dim}.")
     return TransformerConfig(
         heads=width // head_dim,
         head_dim=head_dim,
