@@ -23,14 +23,14 @@ CEILINGS = {
     "learner": (3730, 17),
     "messaging": (1060, 6),
     "observability": (2712, 12),
-    "policies": (3168, 14),
+    "policies": (3140, 14),
     "replay": (4435, 19),
     "replay_tools": (1830, 9),
-    "rewards": (597, 5),
+    "rewards": (589, 5),
     "simulators": (4225, 22),
     "storage": (2699, 12),
     "weights": (2500, 12),
-    "worlds": (5889, 25),
+    "worlds": (5858, 25),
 }
 """Package (empty: the top level) -> most lines and modules."""
 MOST_TEST_LINES = 53_000
