@@ -125,7 +125,7 @@ def test_settings_are_the_runs_and_paths_lose_what_tells_of_their_owner(tmp_path
         "devices": ("H100, 80 GB",),
         "ranks": 2,
     }
-    (tmp_path / provenance.NAME).write_text(json.dumps({"format": 1, "left_out": 0, "starts": [start]}))
+    (tmp_path / provenance.NAME).write_text(json.dumps({"format": 1, "starts": [start]}))
     text = card_of(checkpoint)
     for row in (
         "| `--policy` | SFT |",
@@ -189,6 +189,9 @@ def test_an_export_of_a_run_has_a_card_and_the_run_has_none(tmp_path: Path) -> N
     assert "| **40, this one** | 50.0% |" in text
     assert "Other stacks cannot build vision towers of 24 and 32 channels" in text
     assert not list((tmp_path / "run").rglob("README.md"))
+    (tmp_path / "run" / provenance.NAME).write_text("{")
+    assert run_cli(checkpoint, tmp_path / "none") == 2
+    assert not (tmp_path / "none").exists(), "a damaged file is found before a weight is written"
 
 
 def test_a_card_of_something_else_than_a_run_says_that_nothing_is_known(tmp_path: Path) -> None:
