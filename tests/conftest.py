@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,17 +16,13 @@ import torch
 from asyncrl.actors.imagination import Imagination
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
 from asyncrl.policies.interface import SamplingParams
-from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
-from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.replay.server import ReplayServer
 from asyncrl.rewards.files import RewardConfig
 from asyncrl.rewards.resnet import ResNetReward, RewardNetwork
-from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
-from asyncrl.worlds.wan.vae import VaeConfig, WanVae
-from asyncrl.worlds.wan.world import WanWorld
 from support.replay import Clock, make_limiter, make_replay
 from support.replay_server import NOBODY, ScriptedSocket
 from support.tiny_actor import TASKS
+from support.tiny_models import nano_wan, small_policy
 
 
 def pytest_configure() -> None:
@@ -48,12 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def imagination() -> Imagination:
-    torch.manual_seed(0)
-    tower = TowerConfig(width=48, depth=2, heads=2, mlp=96)
-    policy = OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(dino=tower, siglip=tower, llm_layers=2)).eval()
-    size = TransformerConfig(heads=2, head_dim=24, layers=2, ffn_dim=40, channels=32, patch=2, freq_dim=32)
-    vae = WanVae(replace(VaeConfig.tiny(), base_dim=4, decoder_base_dim=4)).eval()
-    world: Any = WanWorld(ActionWanTransformer(size).eval(), vae, image_size=64, schedule_steps=2, version=5)
+    policy, world = small_policy(), nano_wan(2, version=5)
     config = RewardConfig.tiny(TASKS)
     sampling = SamplingParams(temperature=1.3, top_k=20)
     return Imagination(policy, world, ResNetReward(RewardNetwork(config), config), sampling)

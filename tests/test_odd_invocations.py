@@ -18,6 +18,7 @@ from asyncrl import cli
 from support.pth import write_bomb
 from support.run_folders import contents
 from support.tiny_models import flags_of, write_models
+from support.whole_runs import exit_code
 
 HUGE: Final = "1" + "0" * 40
 DIGITS: Final = "9" * 5000
@@ -203,10 +204,7 @@ def called(name: str, folders: tuple[Path, Path], new: Path) -> int:
     """The exit code of an invocation."""
     work, models = folders
     arguments = list(filled_in(name, work, models, new, flags_of(models)))
-    try:
-        return cli.run(arguments[0], arguments[1:])
-    except SystemExit as end:  # How tyro refuses a flag.
-        return int(end.code or 0)
+    return exit_code(arguments[1:], arguments[0])
 
 
 @pytest.mark.timeout(30)

@@ -19,7 +19,7 @@ from asyncrl.errors import RunError
 from asyncrl.replay.group_file import read_group
 from asyncrl.storage import checkpoint
 from support.tiny_models import write_models
-from support.whole_runs import environment, left_over
+from support.whole_runs import environment, exit_code, left_over
 
 pytestmark = pytest.mark.render
 ROUNDS = 2
@@ -145,11 +145,7 @@ def test_sigterm_ends_the_stage_too(tmp_path) -> None:
     ],
 )
 def test_what_cannot_work_is_refused_at_once(tmp_path, capsys, more: list[str], sentence: str) -> None:
-    try:
-        code = cli.run("pace", ["--out", str(tmp_path / "out"), *more])
-    except SystemExit as end:
-        code = end.code
-    assert code == 2
+    assert exit_code(["--out", str(tmp_path / "out"), *more], "pace") == 2
     assert sentence in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 

@@ -20,6 +20,7 @@ from asyncrl.storage.media import movie_suffix
 from asyncrl.worlds.start_states import save_start_states
 from asyncrl.worlds.wan.world import save_world
 from support.tiny_models import GROUP_SIZE, SIZE, start_state, write_models
+from support.whole_runs import exit_code
 from support.worlds import load_world
 
 Table = list[dict[str, str]]
@@ -159,11 +160,7 @@ def test_what_cannot_work_is_one_sentence(
     own_copy: Path, change: object, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = change(own_copy)  # type: ignore[operator]
-    try:
-        code = cli.run("replay", ["imagine", str(own_copy), *arguments])
-    except SystemExit as end:  # How tyro refuses a flag.
-        code = int(end.code or 0)
-    assert code == 2
+    assert exit_code(["imagine", str(own_copy), *arguments], "replay") == 2
     found = capsys.readouterr()
     assert said in " ".join((found.err + found.out).replace("│", " ").split())
 

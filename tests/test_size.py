@@ -18,7 +18,7 @@ CEILINGS = {
     "devices": (580, 5),
     "doctor": (1359, 7),
     "evaluation": (1003, 6),
-    "fitting": (4330, 18),
+    "fitting": (4207, 17),
     "launch": (5415, 23),
     "learner": (3730, 17),
     "messaging": (1060, 6),
@@ -33,7 +33,7 @@ CEILINGS = {
     "worlds": (5858, 25),
 }
 """Package (empty: the top level) -> most lines and modules."""
-MOST_TEST_LINES = 53_000
+MOST_TEST_LINES = 51_000
 MOST_BENCHMARK_LINES = 3_500
 LONGEST_FILE, LONGEST_FUNCTION = 440, 60
 HOT_PATH = ("actors", "learner", "replay/limiter.py", "records.py")

@@ -13,7 +13,7 @@ import tyro
 
 from asyncrl.config.help import subcommands
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.recordings import Recordings
+from asyncrl.fitting.recordings import FrameFile, Recordings
 from asyncrl.fitting.settings import FitDecoder, FitKeyframes, FitPolicy, FitReward, FitStarts, FitWorld
 from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.world import (
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import torch
 
     from asyncrl.fitting.fit_decoder import ImaginedVideos, Likeness
-    from asyncrl.fitting.frame_file import FrameFile
     from asyncrl.records import StartState
     from asyncrl.rewards.interface import RewardModel
 

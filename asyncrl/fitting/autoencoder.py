@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -20,11 +20,11 @@ from tqdm import tqdm
 
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.frame_file import BatchSource, FrameFile
-from asyncrl.fitting.loop import Schedule, minimise, prepared
-from asyncrl.fitting.recordings import Recordings
+from asyncrl.fitting.loop import BatchSource, Schedule, minimise, prepared
+from asyncrl.fitting.recordings import FrameFile, Recordings
 from asyncrl.fitting.world import FittedWorld
 from asyncrl.records import CHUNK
+from asyncrl.worlds.layers import FrameVae
 
 CLIP_FRAMES: Final = 17  # A causal autoencoder's 1 + 16: a latent of one frame and four of 4.
 LATENT_NOISE: Final = 0.1  # The posterior's fixed deviation: the decoder tolerates a world model's errors.
@@ -40,33 +40,6 @@ PIXELS_ON_CPU: Final = 2**17
 PIXELS_ON_GPU: Final = 2**22  # Pixels encoded or drawn at once, frame by frame.
 
 
-class Autoencoder(Protocol):
-    """An autoencoder while it is fitted, of clips of `CLIP_FRAMES` frames."""
-
-    @property
-    def network(self) -> nn.Module:
-        """Return the network that is trained."""
-        ...
-
-    def clips(
-        self, recordings: Recordings, batch: int, rng: np.random.Generator
-    ) -> tuple[Tensor, NDArray[np.int64]]:
-        """Draw clips: rows ``[batch, CLIP_FRAMES]`` int64 of the pictures, and episodes ``[batch]`` int64."""
-        ...
-
-    def encode(self, video_B3THW: Tensor) -> Tensor:
-        """Encode clips in [-1, 1] to the posterior's means ``[B, Z, F', h, w]``."""
-        ...
-
-    def decode(self, latents_BZFhw: Tensor) -> Tensor:
-        """Draw clips ``[B, 3, T, H, W]``, not clamped."""
-        ...
-
-    def set_statistics(self, mean: Sequence[float], std: Sequence[float]) -> None:
-        """Make latents of this mean and deviation ``[Z]`` standard normal from now on."""
-        ...
-
-
 def average_pictures(recordings: Recordings) -> Tensor:
     """Average about 2,000 pictures of every scene: ``[N, 3, H, W]`` in [-1, 1] on the CPU, by scene."""
     means = []
@@ -78,41 +51,6 @@ def average_pictures(recordings: Recordings) -> Tensor:
         lines = [to_signed(some[:, line]).mean(0) for line in range(some.shape[1])]
         means.append(torch.stack(lines).permute(2, 0, 1))
     return torch.stack(means)
-
-
-def fit_autoencoder(autoencoder: Autoencoder, recordings: Recordings, schedule: Schedule) -> float:
-    """Train encoder and decoder in place with a posterior of fixed width; set the latents' statistics."""
-    rng = np.random.default_rng(schedule.seed)
-    device = next(autoencoder.network.parameters()).device
-    generator = torch.Generator(device).manual_seed(schedule.seed)
-    frames = BatchSource(recordings.frames, device)
-    backgrounds_N3HW, scenes_E = average_pictures(recordings).to(device), recordings.scenes()
-
-    def redraw(video: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        latents = autoencoder.encode(video)
-        return latents.float(), autoencoder.decode(latents + LATENT_NOISE * noise).float()
-
-    redraw = prepared(redraw, device, compiled=schedule.compiled)
-    with torch.no_grad():
-        one = autoencoder.encode(torch.zeros(1, 3, CLIP_FRAMES, *recordings.frames.shape[1:3], device=device))
-    shape = (schedule.batch, *one.shape[1:])
-
-    def loss_at(step: int) -> Tensor:
-        rows, episodes = autoencoder.clips(recordings, schedule.batch, rng)
-        video = to_video(frames.take(rows))
-        noise = torch.randn(shape, generator=generator, device=device)
-        latents, drawn = redraw(video, noise)
-        background_B3HW = backgrounds_N3HW[torch.from_numpy(scenes_E[episodes]).to(device)]
-        return reconstruction_loss(drawn, video, background_B3HW) + PRIOR_WEIGHT * latents.square().mean()
-
-    loss = minimise("vae", autoencoder.network, loss_at, schedule, average=0.999)
-    with torch.no_grad():
-        clips = (autoencoder.clips(recordings, MEASURED_CLIPS, rng)[0] for _ in range(MEASUREMENTS))
-        videos = (to_video(frames.take(rows)) for rows in clips)
-        parts = (part for video in videos for part in video.split(MEASURED_TOGETHER))
-        raw_ZN = torch.cat([autoencoder.encode(part) for part in parts]).transpose(0, 1).flatten(1)
-    autoencoder.set_statistics(raw_ZN.mean(1).tolist(), raw_ZN.std(1).tolist())
-    return loss
 
 
 def to_video(frames_BTHW3: Tensor) -> Tensor:
@@ -155,15 +93,76 @@ def rows_at_once(device: torch.device, most: int, frames: int, frame_bytes: int)
     return max(1, min(most, room // max(1, frames * frame_bytes)))
 
 
-class FrameAutoencoder:
-    """`Autoencoder` of independent frames, by Stable Diffusion's ``AutoencoderKL``.
+class ClipFit(FittedWorld):
+    """A `FittedWorld` whose autoencoder is trained on clips of `CLIP_FRAMES` frames."""
 
-    Mean and deviation are folded into the two 1 x 1 convolutions at the latents, exactly; the scale is 1.
-    """
+    @property
+    @abstractmethod
+    def autoencoder(self) -> nn.Module:
+        """The network of the autoencoder, as the methods below use it."""
 
-    def __init__(self, network: nn.Module, channels: int, scale: float) -> None:
-        self.network, self.channels, self.scale = network, channels, scale
-        self._parts: Any = network
+    @abstractmethod
+    def clips(
+        self, recordings: Recordings, batch: int, rng: np.random.Generator
+    ) -> tuple[Tensor, NDArray[np.int64]]:
+        """Draw clips: rows ``[batch, CLIP_FRAMES]`` int64 of the pictures, episodes ``[batch]`` int64."""
+
+    @abstractmethod
+    def encode_clips(self, video_B3THW: Tensor) -> Tensor:
+        """Encode clips in [-1, 1] to the posterior's means ``[B, Z, F', h, w]``."""
+
+    @abstractmethod
+    def decode_clips(self, latents_BZFhw: Tensor) -> Tensor:
+        """Draw clips ``[B, 3, T, H, W]``, not clamped."""
+
+    @abstractmethod
+    def set_statistics(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        """Make latents of this mean and deviation ``[Z]`` standard normal from now on."""
+
+    def fit_autoencoder(self, recordings: Recordings, schedule: Schedule) -> float:
+        """Train encoder and decoder in place with a posterior of fixed width; set the latents' statistics."""
+        rng = np.random.default_rng(schedule.seed)
+        device = next(self.autoencoder.parameters()).device
+        generator = torch.Generator(device).manual_seed(schedule.seed)
+        frames = BatchSource(recordings.frames, device)
+        backgrounds_N3HW, scenes_E = average_pictures(recordings).to(device), recordings.scenes()
+
+        def redraw(video: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+            latents = self.encode_clips(video)
+            return latents.float(), self.decode_clips(latents + LATENT_NOISE * noise).float()
+
+        redraw = prepared(redraw, device, compiled=schedule.compiled)
+        with torch.no_grad():
+            one = self.encode_clips(
+                torch.zeros(1, 3, CLIP_FRAMES, *recordings.frames.shape[1:3], device=device)
+            )
+        shape = (schedule.batch, *one.shape[1:])
+
+        def loss_at(step: int) -> Tensor:
+            rows, episodes = self.clips(recordings, schedule.batch, rng)
+            video = to_video(frames.take(rows))
+            noise = torch.randn(shape, generator=generator, device=device)
+            latents, drawn = redraw(video, noise)
+            background_B3HW = backgrounds_N3HW[torch.from_numpy(scenes_E[episodes]).to(device)]
+            return reconstruction_loss(drawn, video, background_B3HW) + PRIOR_WEIGHT * latents.square().mean()
+
+        loss = minimise("vae", self.autoencoder, loss_at, schedule, average=0.999)
+        with torch.no_grad():
+            clips = (self.clips(recordings, MEASURED_CLIPS, rng)[0] for _ in range(MEASUREMENTS))
+            videos = (to_video(frames.take(rows)) for rows in clips)
+            parts = (part for video in videos for part in video.split(MEASURED_TOGETHER))
+            raw_ZN = torch.cat([self.encode_clips(part) for part in parts]).transpose(0, 1).flatten(1)
+        self.set_statistics(raw_ZN.mean(1).tolist(), raw_ZN.std(1).tolist())
+        return loss
+
+
+class FrameByFrameFit(ClipFit):
+    """A `FittedWorld` whose autoencoder encodes each frame by itself."""
+
+    @property
+    @abstractmethod
+    def autoencoder(self) -> FrameVae:
+        """The world's autoencoder."""
 
     def clips(
         self, recordings: Recordings, batch: int, rng: np.random.Generator
@@ -174,79 +173,56 @@ class FrameAutoencoder:
         rows = rng.integers(begins[:, None], ends[:, None], size=(batch, CLIP_FRAMES))
         return torch.from_numpy(rows), episodes
 
-    def encode(self, video_B3THW: Tensor) -> Tensor:
+    def encode_clips(self, video_B3THW: Tensor) -> Tensor:
         """Encode clips to the posterior's means ``[B, Z, T, h, w]``, unscaled."""
-        frames = video_B3THW.transpose(1, 2).flatten(0, 1)
-        moments = self._parts.quant_conv(self._parts.encoder(frames))
-        return moments[:, : self.channels].unflatten(0, (len(video_B3THW), -1)).transpose(1, 2)
+        vae = self.autoencoder
+        moments = vae.quant_conv(vae.encoder(video_B3THW.transpose(1, 2).flatten(0, 1)))
+        return moments[:, : vae.size.channels].unflatten(0, (len(video_B3THW), -1)).transpose(1, 2)
 
-    def decode(self, latents_BZFhw: Tensor) -> Tensor:
+    def decode_clips(self, latents_BZFhw: Tensor) -> Tensor:
         """Draw clips ``[B, 3, T, H, W]``, not clamped."""
-        latents = latents_BZFhw.transpose(1, 2).flatten(0, 1)
-        drawn = self._parts.decoder(self._parts.post_quant_conv(latents))
+        vae = self.autoencoder
+        drawn = vae.decoder(vae.post_quant_conv(latents_BZFhw.transpose(1, 2).flatten(0, 1)))
         return drawn.unflatten(0, (len(latents_BZFhw), -1)).transpose(1, 2)
 
     @torch.no_grad()
     def set_statistics(self, mean: Sequence[float], std: Sequence[float]) -> None:
-        """Work mean and deviation into the convolutions before and behind the latents."""
-        into, out = self._parts.quant_conv, self._parts.post_quant_conv
+        """Fold mean and deviation into the two 1 x 1 convolutions at the latents, exactly; the scale is 1."""
+        into, out = self.autoencoder.quant_conv, self.autoencoder.post_quant_conv
         mean_Z, std_Z = (torch.tensor(numbers, device=into.weight.device) for numbers in (mean, std))
         # z' = (z - mean) / std, of which the next layer makes W z + b = (W std) z' + (b + W mean).
-        into.weight[: self.channels] /= std_Z[:, None, None, None]
-        into.bias[: self.channels] = (into.bias[: self.channels] - mean_Z) / std_Z
+        channels = len(mean_Z)
+        into.weight[:channels] /= std_Z[:, None, None, None]
+        into.bias[:channels] = (into.bias[:channels] - mean_Z) / std_Z
         out.bias += out.weight[:, :, 0, 0] @ mean_Z
         out.weight *= std_Z[:, None, None]
 
-    def take(self, source: FrameAutoencoder) -> None:
-        """Copy the weights of another one, so that both worlds have the same latents of a frame."""
-        own, given = self.network.state_dict(), source.network.state_dict()
+    def take_autoencoder(self, source: FittedWorld) -> None:
+        """Copy another world's autoencoder: both worlds then have the same latents of a frame."""
+        if not isinstance(source, FrameByFrameFit):
+            raise ConfigError(
+                "The world of --autoencoder encodes videos, and this --kind encodes each frame by itself. "
+                "Give a world of kind opensora or evac, or leave it out."
+            )
+        own, given = self.autoencoder.state_dict(), source.autoencoder.state_dict()
         if {name: tensor.shape for name, tensor in own.items()} != {n: t.shape for n, t in given.items()}:
             count, other = (sum(tensor.numel() for tensor in tensors.values()) for tensors in (own, given))
             raise ConfigError(
                 f"The autoencoder of --autoencoder has {other:,} parameters, the fresh world's {count:,} in "
                 "other layers. Give a world that was fitted with the same --vae-size, or leave it out."
             )
-        self.network.load_state_dict(given)
-        self.set_statistics([0.0] * self.channels, [self.scale / source.scale] * self.channels)
-
-
-class FrameByFrameFit(FittedWorld):
-    """A `FittedWorld` whose autoencoder encodes each frame by itself."""
-
-    @property
-    @abstractmethod
-    def autoencoder(self) -> FrameAutoencoder:
-        """Return the world's autoencoder."""
-
-    @abstractmethod
-    def encode_frames(self, frames_N3HW: Tensor) -> Tensor:
-        """Encode frames in [-1, 1] to scaled latents ``[N, Z, h, w]``."""
-
-    @abstractmethod
-    def decode_frames(self, latents_NZhw: Tensor) -> Tensor:
-        """Draw frames ``[N, 3, H, W]`` in [-1, 1]."""
-
-    def fit_autoencoder(self, recordings: Recordings, schedule: Schedule) -> float:
-        """Train the autoencoder in place."""
-        return fit_autoencoder(self.autoencoder, recordings, schedule)
-
-    def take_autoencoder(self, source: FittedWorld) -> None:
-        """Copy another world's autoencoder."""
-        if not isinstance(source, FrameByFrameFit):
-            raise ConfigError(
-                "The world of --autoencoder encodes videos, and this --kind encodes each frame by itself. "
-                "Give a world of kind opensora or evac, or leave it out."
-            )
-        self.autoencoder.take(source.autoencoder)
+        self.autoencoder.load_state_dict(given)
+        size, scale = self.autoencoder.size, source.autoencoder.size.scale
+        self.set_statistics([0.0] * size.channels, [size.scale / scale] * size.channels)
 
     @torch.no_grad()
     def encode(self, recordings: Recordings) -> Latents:
         """Encode every frame by itself: row i of `Latents.all` is frame i."""
         device, side = self.world.device, self.image_size // REDUCTION
-        shape = (len(recordings.frames), self.autoencoder.channels, side, side)
+        shape = (len(recordings.frames), self.autoencoder.size.channels, side, side)
         latents = torch.empty(shape, device=device)
         for piece, frames_N3HW in self._pieces(recordings, "encode"):
-            latents[piece] = self.encode_frames(frames_N3HW).float()
+            latents[piece] = self.autoencoder.encode(frames_N3HW).float()
         return Latents(latents, recordings.offsets)
 
     @torch.no_grad()
@@ -255,7 +231,7 @@ class FrameByFrameFit(FittedWorld):
         count, height, width, _ = recordings.frames.shape
         drawn = FrameFile((count, height, width, 3))
         for piece, frames_N3HW in self._pieces(recordings, "redraw"):
-            frames = to_uint8(self.decode_frames(self.encode_frames(frames_N3HW)))
+            frames = to_uint8(self.autoencoder.decode(self.autoencoder.encode(frames_N3HW)))
             drawn.write(piece.start, frames.permute(0, 2, 3, 1).cpu().numpy())
         return drawn
 

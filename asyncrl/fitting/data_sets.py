@@ -18,11 +18,7 @@ from tqdm import tqdm
 
 from asyncrl.config.bounds import PIXELS
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.frame_file import FrameFile
-from asyncrl.fitting.recordings import (
-    Looks,
-    RecordingFile,
-)
+from asyncrl.fitting.recordings import FrameFile, Looks, RecordingFile
 from asyncrl.fitting.settings import NONE, DataSetSettings
 from asyncrl.records import POSE_DIM, dummy_action
 from asyncrl.simulators.interface import SimStart

@@ -24,14 +24,12 @@ from asyncrl.devices.tensors import to_device, to_signed
 from asyncrl.errors import ConfigError, first_line
 from asyncrl.fitting.autoencoder import (
     REDUCTION,
-    FrameAutoencoder,
     FrameByFrameFit,
     Latents,
     pieces,
     window_rows,
 )
-from asyncrl.fitting.frame_file import BatchSource
-from asyncrl.fitting.loop import Schedule, minimise, prepared, prepared_network
+from asyncrl.fitting.loop import BatchSource, Schedule, minimise, prepared, prepared_network
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.world import Size, WorldOptions, check_picture_size, check_recordings
 from asyncrl.records import ACTION_DIM, CHUNK, POSE_DIM
@@ -47,7 +45,7 @@ from asyncrl.worlds.evac.ddim import chunk_loss, draw
 from asyncrl.worlds.evac.poses import ARMS, MOTION_DIM, Camera, Motions, MotionStatistics, PoseModel
 from asyncrl.worlds.evac.unet import UNetConfig
 from asyncrl.worlds.evac.world import EvacWorld, memory_index, save_world
-from asyncrl.worlds.layers import FrameVaeConfig
+from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
 
 SAMPLING_STEPS: Final = 10  # Network calls per decision of a fresh world; --imagination.steps overrides it.
 AVERAGE: Final = 0.9995  # Decay of the moving average of the weights.
@@ -69,10 +67,6 @@ CAMERAS: Final = {
 }
 """First camera of simulators, by the beginning of their names."""
 _CHANNELS: Final = {"tiny": 32, "small": 64}
-_AUTOENCODERS: Final = {
-    "tiny": FrameVaeConfig.tiny(),
-    "small": FrameVaeConfig.small(),
-}
 
 
 def fresh_config(
@@ -96,7 +90,7 @@ def fresh_config(
             groups=8,
             domains=1,
         ),
-        autoencoder=_AUTOENCODERS[vae_size],
+        autoencoder=getattr(FrameVaeConfig, vae_size)(),
         image_encoder=encoder,
         image_resampler=ResamplerConfig(inputs=width, queries=2 * CHUNK, **inner),
         action_resampler=ResamplerConfig(inputs=MOTION_DIM, queries=4, **inner),
@@ -130,18 +124,9 @@ class EvacFit(FrameByFrameFit):
         return cls(EvacWorld(networks, config))
 
     @property
-    def autoencoder(self) -> FrameAutoencoder:
+    def autoencoder(self) -> FrameVae:
         """The world's autoencoder."""
-        size = self.world.config.autoencoder
-        return FrameAutoencoder(self.world.networks.autoencoder, size.channels, size.scale)
-
-    def encode_frames(self, frames_N3HW: Tensor) -> Tensor:
-        """Encode frames in [-1, 1] to scaled latents ``[N, Z, h, w]``."""
-        return self.world.networks.autoencoder.encode(frames_N3HW)
-
-    def decode_frames(self, latents_NZhw: Tensor) -> Tensor:
-        """Draw frames ``[N, 3, H, W]`` in [-1, 1]."""
-        return self.world.networks.autoencoder.decode(latents_NZhw)
+        return self.world.networks.autoencoder
 
     def fit_network(self, recordings: Recordings, schedule: Schedule, options: WorldOptions) -> float:
         """Train the model of poses, then the network."""
@@ -161,7 +146,9 @@ class EvacFit(FrameByFrameFit):
         drawer = Geometry(self.world.config).to(self.world.device).drawer
         poses_F8 = poses_F8.to(self.world.device)
         rows = pieces(len(poses_F8), self.image_size, self.world.device, "maps")
-        return torch.cat([self.encode_frames(drawer(poses_F8[piece][None])[0]).float() for piece in rows])
+        return torch.cat(
+            [self.autoencoder.encode(drawer(poses_F8[piece][None])[0]).float() for piece in rows]
+        )
 
     def save(self, folder: Path, version: int) -> None:
         """Write the world in bfloat16; the model of poses, whose errors add up, in float32."""

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.frame_file import BatchSource, Frames, shown_to
-from asyncrl.fitting.loop import WARMUP, Schedule, minimise, prepared
-from asyncrl.fitting.recordings import FIRST_SIMULATOR, Recordings
+from asyncrl.fitting.loop import WARMUP, BatchSource, Schedule, minimise, prepared
+from asyncrl.fitting.recordings import FIRST_SIMULATOR, FrameFile, Frames, Recordings, blocks
 from asyncrl.fitting.world import Size
 from asyncrl.policies.action_tokens import BINS, NormStats, encode, normalise, opening_of
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
@@ -30,6 +29,7 @@ from asyncrl.records import ACTION_DIM, CHUNK
 from asyncrl.storage.atomic import write_json
 
 LARGEST_PATCH: Final = 16  # Pixels.
+LEAST_RANGE: Final = 1e-3  # Least width of a number that (nearly) never changed: never divide by zero.
 
 
 def patch_size(image_size: int) -> int:
@@ -135,6 +135,17 @@ def tokens_of(actions: np.ndarray, config: OpenVLAOFTConfig) -> np.ndarray:
     if config.norm_key:
         scaled = normalise(scaled, config.norm_stats[config.norm_key])
     return encode(scaled)
+
+
+def shown_to(policy: OpenVLAOFTPolicy, frames: Frames) -> Frames:
+    """Return frames in the policy's size ``[F, S, S, 3]`` if its resizing is slow, else unchanged; uint8."""
+    if policy.config.image_pipeline == "rlinf":
+        return frames
+    size = policy.config.image_size
+    shown = FrameFile((len(frames), size, size, 3))
+    for part in blocks(frames.shape):
+        shown.write(part.start, policy.place_pictures(frames[part]).cpu().numpy())
+    return shown
 
 
 def fit_policy(

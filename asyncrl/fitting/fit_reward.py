@@ -12,9 +12,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from asyncrl.devices.tensors import to_signed
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.frame_file import BatchSource, Frames
-from asyncrl.fitting.loop import Schedule, minimise
-from asyncrl.fitting.recordings import Recordings
+from asyncrl.fitting.loop import BatchSource, Schedule, minimise
+from asyncrl.fitting.recordings import Frames, Recordings
 from asyncrl.fitting.world import Size
 from asyncrl.rewards.files import RewardConfig
 from asyncrl.rewards.resnet import ResNetReward, RewardNetwork

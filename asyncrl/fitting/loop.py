@@ -17,10 +17,13 @@ from torch.func import functional_call
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from tqdm import tqdm
 
+from asyncrl.devices.tensors import to_device
 from asyncrl.errors import ConfigError, RunError
+from asyncrl.fitting.recordings import Frames, blocks
 from asyncrl.observability import process_status
 
 WARMUP: Final = 200
+ON_DEVICE: Final = 0.4  # Share of a GPU's free memory that the pictures of one source may take.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +77,27 @@ class Schedule:
     def part(self, own: Tensor, part: int) -> Tensor:
         """Return the rows of a micro-batch among those of `own`."""
         return own[part :: self.parts]
+
+
+class BatchSource:
+    """Pictures from which batches are drawn, resident on a GPU if they fit there."""
+
+    def __init__(self, frames: Frames, device: torch.device, *, resident: bool = True) -> None:
+        self.frames = frames
+        self.device = device
+        self.resident: Tensor | None = None
+        on_gpu = resident and device.type == "cuda"
+        if on_gpu and frames.nbytes < ON_DEVICE * torch.cuda.mem_get_info(device)[0]:
+            self.resident = torch.empty(frames.shape, dtype=torch.uint8, device=device)
+            for part in blocks(frames.shape):
+                self.resident[part] = to_device(frames[part], device)
+
+    def take(self, rows: Tensor) -> Tensor:
+        """Return the pictures of rows ``[...]`` int64: ``[..., H, W, 3]`` uint8 on the device."""
+        if self.resident is not None:
+            return self.resident[rows.to(self.device)]
+        found = self.frames[rows.cpu().numpy()]
+        return to_device(found, self.device) if self.device.type == "cuda" else torch.from_numpy(found)
 
 
 def parts_of(batch: int, ranks: int, micro_batch: int) -> int:

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.devices.tensors import to_device
-from asyncrl.fitting.autoencoder import FrameAutoencoder, FrameByFrameFit, Latents, window_rows
-from asyncrl.fitting.fit_policy import action_percentiles
+from asyncrl.fitting.autoencoder import FrameByFrameFit, Latents, window_rows
+from asyncrl.fitting.fit_policy import LEAST_RANGE, action_percentiles
 from asyncrl.fitting.loop import Schedule, minimise, prepared
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.world import Size, WorldOptions, check_picture_size, check_recordings
@@ -28,7 +28,6 @@ from asyncrl.worlds.opensora.stdit3 import CONDITION, STDiT3, STDiT3Config
 from asyncrl.worlds.opensora.world import OpenSoraWorld, normalise, save_world, window_loss
 
 AVERAGE: Final = 0.99  # Decay of the moving average of the weights, as published.
-LEAST_RANGE: Final = 1e-3  # Least width of a number that (nearly) never changed: never divide by zero.
 
 
 class OpenSoraFit(FrameByFrameFit):
@@ -50,18 +49,9 @@ class OpenSoraFit(FrameByFrameFit):
         return cls(world)
 
     @property
-    def autoencoder(self) -> FrameAutoencoder:
+    def autoencoder(self) -> FrameVae:
         """The world's autoencoder."""
-        size = self.world.vae.size
-        return FrameAutoencoder(self.world.vae, size.channels, size.scale)
-
-    def encode_frames(self, frames_N3HW: Tensor) -> Tensor:
-        """Encode frames in [-1, 1] to scaled latents ``[N, Z, h, w]``."""
-        return self.world.vae.encode(frames_N3HW)
-
-    def decode_frames(self, latents_NZhw: Tensor) -> Tensor:
-        """Draw frames ``[N, 3, H, W]`` in [-1, 1]."""
-        return self.world.vae.decode(latents_NZhw)
+        return self.world.vae
 
     def fit_network(self, recordings: Recordings, schedule: Schedule, options: WorldOptions) -> float:
         """Train the transformer, all but the rates of its positions."""

@@ -9,12 +9,16 @@ import errno
 import json
 import math
 import os
+import shutil
+import tempfile
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,7 +26,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import AssetError, ConfigError, first_line
-from asyncrl.fitting.frame_file import FrameFile, Frames, blocks
 from asyncrl.records import POSE_DIM
 from asyncrl.simulators.interface import SimStart
 from asyncrl.simulators.rollout import SimulatedEpisode
@@ -39,6 +42,91 @@ UNREADABLE: Final = (
     *(OSError, KeyError, TypeError, ValueError, IndexError, RuntimeError, MemoryError, AttributeError),
     zlib.error,
 )  # Raised by h5py and by the checks of its results.
+
+
+BLOCK_BYTES: Final = 64 * 2**20  # Pictures moved at a time.
+
+
+def cache_folder() -> Path:
+    """Return TMPDIR, else /var/tmp (/tmp is memory on many hosts), else the system's temporary folder."""
+    lasting = Path("/var/tmp")  # noqa: S108 - the file in it is made without a name
+    if not os.environ.get("TMPDIR") and lasting.is_dir() and os.access(lasting, os.W_OK):
+        return lasting
+    return Path(tempfile.gettempdir())
+
+
+class FrameFile:
+    """``[F, H, W, 3]`` uint8 in an unnamed temporary file, read like an array; safe for concurrent threads.
+
+    Reads copy rows, without a mapping: memory stays small, and a failing disk is an error of the call.
+    """
+
+    def __init__(self, shape: tuple[int, int, int, int]) -> None:
+        self.shape = shape
+        self.dtype = np.dtype(np.uint8)
+        self.nbytes = math.prod(shape)
+        self._rows = np.arange(shape[0])
+        self._row_bytes = math.prod(shape[1:])
+        folder = cache_folder()
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                if self.nbytes:
+                    os.posix_fallocate(file.fileno(), 0, self.nbytes)
+                self._handle = os.dup(file.fileno())
+        except OSError as error:
+            free = shutil.disk_usage(folder).free if folder.is_dir() else 0
+            raise AssetError(
+                f"The recordings' pictures take {self.nbytes / 1e9:.1f} GB unpacked, and {folder} has "
+                f"{free / 1e9:.1f} GB free ({error.strerror}). Set TMPDIR to a folder with more."
+            ) from error
+        weakref.finalize(self, os.close, self._handle)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> NDArray[np.uint8]:
+        """Return a copy of rows as NumPy indexes them: ``[..., H, W, 3]`` uint8."""
+        rows = np.asarray(self._rows[index])
+        flat = rows.reshape(-1)
+        frames = np.empty((len(flat), *self.shape[1:]), np.uint8)
+        if len(flat):
+            breaks = (np.flatnonzero(np.diff(flat) != 1) + 1).tolist()
+            for begin, end in pairwise([0, *breaks, len(flat)]):
+                self._read(frames[begin:end], int(flat[begin]))
+        return frames.reshape(*rows.shape, *self.shape[1:])
+
+    def _read(self, into: NDArray[np.uint8], row: int) -> None:
+        left, at = into.data.cast("B"), row * self._row_bytes
+        while left:
+            count = os.preadv(self._handle, [left], at)
+            if not count:
+                raise AssetError("The file of unpacked pictures became shorter. Run the command again.")
+            left, at = left[count:], at + count
+
+    def write(self, row: int, frames: NDArray[np.uint8]) -> None:
+        """Write ``[n, H, W, 3]`` from a row on."""
+        if frames.shape[1:] != self.shape[1:] or row + len(frames) > len(self):
+            raise ValueError(f"{frames.shape} from row {row} on does not fit into {self.shape}")
+        if not frames.size:
+            return
+        left, at = np.ascontiguousarray(frames).data.cast("B"), row * self._row_bytes
+        while left:
+            count = os.pwrite(self._handle, left, at)
+            left, at = left[count:], at + count
+
+
+Frames = NDArray[np.uint8] | FrameFile  # [F, H, W, 3] uint8, in memory or in a file.
+
+
+def blocks(shape: Sequence[int]) -> list[slice]:
+    """Cut the rows ``[F, H, W, 3]`` into slices of about `BLOCK_BYTES`, each a multiple of 64 rows.
+
+    Example:
+        >>> blocks((130, 512, 512, 3))
+        [slice(0, 64, None), slice(64, 128, None), slice(128, 130, None)]
+    """
+    size = max(1, BLOCK_BYTES // (64 * max(1, math.prod(shape[1:])))) * 64
+    return [slice(begin, min(begin + size, shape[0])) for begin in range(0, shape[0], size)]
 
 
 @dataclass(frozen=True, kw_only=True)

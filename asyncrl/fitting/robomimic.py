@@ -6,7 +6,7 @@ Letters: T samples of a demonstration, H W picture size.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from asyncrl.records import DUMMY_ACTION
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.simulators.interface import SimStart, hand_pose, plain_task
 from asyncrl.simulators.libero.scene import OPEN, quaternion_of
+from asyncrl.simulators.libero.tasks import instruction
 from asyncrl.simulators.rollout import SimulatedEpisode
 from asyncrl.storage.untrusted import attribute_of, dataset_in, described_in, group_in, open_hdf5, parse_json
 
@@ -44,18 +45,18 @@ LIBERO_NUMBERS: Final = {
 
 def is_robomimic(path: Path) -> bool:
     """Return True for an HDF5 file with demonstrations."""
-    try:
-        with open_hdf5(path) as file:
-            return bool(_demos_in(file))
-    except UNREADABLE:
-        return False
+    return _holds(path, lambda file: bool(_demos_in(file)))
 
 
 def is_libero(path: Path) -> bool:
     """Return True for a file of LIBERO's demonstrations."""
+    return _holds(path, lambda file: _is_libero(file, _demos_in(file)[0]))
+
+
+def _holds(path: Path, check: Callable[[h5py.File], bool]) -> bool:
     try:
         with open_hdf5(path) as file:
-            return _is_libero(file, _demos_in(file)[0])
+            return check(file)
     except UNREADABLE:
         return False
 
@@ -156,13 +157,13 @@ class RobomimicFile(DataSet):
         for numbers, what in ((rewards, "rewards"), (success, self.success)):
             if len(numbers) != steps:
                 raise ValueError(f"{name} has {steps} actions and {len(numbers)} {what}")
-        where = f"{self.path} {name}"
+        where, after = f"{self.path} {name}", "next_obs" in group_in(file, f"data/{name}")
         self.check_bytes(where, steps)
         return self.episode(
             where,
             self._start(file, name),
-            pictures=self._pictures(file, name, steps),
-            states=self._states(file, name, steps),
+            pictures=self._pictures(file, name, steps, after),
+            states=self._states(file, name, steps, after),
             actions=actions,
             rewards=rewards,
             success=success,
@@ -180,10 +181,9 @@ class RobomimicFile(DataSet):
         stored = stored[:, None] if stored.ndim == 1 else stored
         return check_numbers(f"{self.path} {name}", key.rpartition("/")[2], stored, flag)
 
-    def _pictures(self, file: h5py.File, name: str, steps: int) -> NDArray[np.uint8]:
+    def _pictures(self, file: h5py.File, name: str, steps: int, after: bool) -> NDArray[np.uint8]:
         """Read ``[N, K, H, W, 3]`` of the N kept steps, and one more where `next_obs` has it."""
         kept = self.kept_steps(steps)
-        after = "next_obs" in group_in(file, f"data/{name}")
         shape = (len(kept) + after, len(self.cameras), self.looks.height, self.looks.width, 3)
         placed = np.empty(shape, np.uint8)
         for camera, key in enumerate(self.cameras):
@@ -200,9 +200,8 @@ class RobomimicFile(DataSet):
                 placed[-1, camera] = place_picture(_channels_last(last), self.settings)
         return placed
 
-    def _states(self, file: h5py.File, name: str, steps: int) -> NDArray[np.float32]:
+    def _states(self, file: h5py.File, name: str, steps: int, after: bool) -> NDArray[np.float32]:
         kept = self.kept_steps(steps)
-        after = "next_obs" in group_in(file, f"data/{name}")
         if not self.state:
             return np.zeros((len(kept) + after, 0), np.float32)
         parts = [self._numbers(file, name, f"obs/{key}", "state") for key in self.state]
@@ -275,7 +274,7 @@ class LiberoFile(RobomimicFile):
         )
         told = parse_json(str(attribute_of(data, "problem_info")).encode())["language_instruction"]
         stem = self.path.stem  # It has the simulator's wording where it is named as published.
-        named = instruction_of(stem.removesuffix("_demo")) if stem.endswith("_demo") else ""
+        named = instruction(stem.removesuffix("_demo")) if stem.endswith("_demo") else ""
         self.instruction = named or "".join(told).strip(' ".').lower()
 
     def assign(self, suite: str, first_seed: int) -> None:
@@ -313,18 +312,6 @@ class LiberoFile(RobomimicFile):
         ]
         episode.poses = np.stack(poses)
         return episode
-
-
-def instruction_of(name: str) -> str:
-    """Return the instruction of a task's name, without the scene before it.
-
-    Example:
-        >>> instruction_of("KITCHEN_SCENE3_turn_on_the_stove")
-        'turn on the stove'
-    """
-    words = name.split("_")
-    scene = next((i for i, word in enumerate(words) if word.startswith("SCENE")), -1)
-    return " ".join(words[scene + 1 :]).lower()
 
 
 def open_libero(paths: Sequence[Path], simulator: str, cameras: Sequence[str]) -> list[LiberoFile]:

@@ -73,8 +73,18 @@ class DataSetSettings(Bounded, section="dataset."):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Computed(Bounded):
+    """Where a fit computes."""
+
+    device: str = "auto"
+    """cpu, cuda, or auto."""
+    seed: Annotated[int, AtLeast(0, "random streams are numbered from 0.", "Use 0.", highest=SEEDS)] = 0
+    """Of the weights, of what is imagined, and of the order of examples."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class FromData(Bounded):
-    """Input of every fit."""
+    """Input of most fits."""
 
     data: tuple[Path, ...]
     """Recording folders, LeRobot v3 folders, or robomimic's HDF5 files."""
@@ -83,17 +93,7 @@ class FromData(Bounded):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitSettings(FromData):
-    """Settings of every fit of a network."""
-
-    device: str = "auto"
-    """cpu, cuda, or auto."""
-    seed: Annotated[int, AtLeast(0, "random streams are numbered from 0.", "Use 0.", highest=SEEDS)] = 0
-    """Of the weights and the order of examples."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Refinable(FitSettings):
+class Refinable(Computed, FromData):
     """Settings of fits that can fine-tune large networks (`launch.fine_tune`)."""
 
     MODEL: ClassVar[str]
@@ -109,6 +109,8 @@ class Refinable(FitSettings):
     """With --refine: examples that a rank computes at once; 0: all of its part of --batch."""
     gradient_checkpointing: bool = False
     """With --refine: compute the layers again in the backward pass instead of keeping what they made."""
+    compile: bool = False
+    """Compile the model first: a minute or two at the start, then about twice as fast on a GPU."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -167,8 +169,6 @@ class FitPolicy(Refinable):
     """Examples per step."""
     learning_rate: LearningRate = 1e-3
     """Peak learning rate."""
-    compile: bool = False
-    """Compile the model first: a minute or two at the start, then about twice as fast on a GPU."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -217,8 +217,6 @@ class FitWorld(Refinable):
     """World to start from instead of fresh weights, also a published one; its autoencoder stays as it is."""
     version: Annotated[int, AtLeast(0, "versions are counted.", "Use 0.")] = 0
     """World version that episodes will carry."""
-    compile: bool = False
-    """Compile the model first: a minute or two at the start, then about twice as fast on a GPU."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -232,7 +230,7 @@ class FitWorld(Refinable):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitReward(FitSettings):
+class FitReward(Computed, FromData):
     """The task-conditioned ResNet that judges whether a frame shows success."""
 
     world: Path
@@ -287,8 +285,8 @@ class FitStarts(FromData):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitDecoder(Bounded):
-    """A tiny decoder, distilled from the world's own on episodes that the world imagines."""
+class FitDecoder(Computed):
+    """A tiny decoder, distilled from the world's own on episodes it imagines; on a GPU in bfloat16."""
 
     world: str = "tabletop"
     """World folder, or 'tabletop' (shipped)."""
@@ -316,9 +314,5 @@ class FitDecoder(Bounded):
     """Sampling temperature of the policy, as in training."""
     threshold: Annotated[float, Within(0, 1, "it is a probability.", "Use 0.7.")] = 0.7
     """Probability from which a frame counts as success, for the agreement of the verdicts."""
-    device: str = "auto"
-    """cpu, cuda, or auto. On a GPU world and policy compute in bfloat16, as they do in training."""
-    seed: Annotated[int, AtLeast(0, "random streams are numbered from 0.", "Use 0.", highest=SEEDS)] = 0
-    """Of weights, episodes and the order of examples."""
     compile: bool = False
     """Compile the tiny decoder first: a minute at the start, then faster on a GPU."""

@@ -13,10 +13,10 @@ from tqdm import tqdm
 
 from asyncrl.errors import AssetError, ConfigError
 from asyncrl.fitting.data_sets import AS_STORED, DataSet
-from asyncrl.fitting.frame_file import FrameFile
 from asyncrl.fitting.lerobot import LeRobotFolder, is_lerobot
 from asyncrl.fitting.recordings import (
     RATE,
+    FrameFile,
     RecordingFile,
     Recordings,
     episodes_per_part,

@@ -67,7 +67,8 @@ def keyframe_states(recordings: Recordings, count: int) -> list[StartState]:
             f"None of the {len(recordings)} episodes of --data has a key frame: they are shorter than three "
             "decisions. Record longer ones."
         )
-    return [_state_at(recordings, episode, step) for episode, step in places]
+    names = (f"episode-{episode}-seed-{recordings.seeds[episode]}-step-{step}" for episode, step in places)
+    return [_state_at(recordings, *place, name) for place, name in zip(places, names, strict=True)]
 
 
 def first_states(recordings: Recordings, count: int) -> list[StartState]:
@@ -76,27 +77,15 @@ def first_states(recordings: Recordings, count: int) -> list[StartState]:
     chosen = _spread(range(len(recordings)), min(count, len(recordings)))
     seeds = recordings.seeds
     once = len(set(seeds[chosen])) == len(chosen)
-    states = []
-    for episode in chosen:
-        first, name = int(recordings.offsets[episode]), f"seed-{seeds[episode]}"
-        states.append(
-            StartState(
-                name=name if once else f"{name}-{episode}",
-                task=recordings.tasks[episode],
-                frame=recordings.frames[first],
-                context_frames=np.empty((0, *recordings.frames.shape[1:]), np.uint8),
-                context_actions=np.empty((0, recordings.actions.shape[1]), np.float32),
-                ee_pose=recordings.poses[first] if len(recordings.poses) else None,
-            )
-        )
-    return states
+    names = (f"seed-{seeds[episode]}" + ("" if once else f"-{episode}") for episode in chosen)
+    return [_state_at(recordings, episode, 0, name) for episode, name in zip(chosen, names, strict=True)]
 
 
-def _state_at(recordings: Recordings, episode: int, step: int) -> StartState:
+def _state_at(recordings: Recordings, episode: int, step: int, name: str) -> StartState:
     first = int(recordings.offsets[episode])
-    seen = slice(first + step - CONTEXT + 1, first + step + 1)
+    seen = slice(first + step - CONTEXT + 1, first + step + 1) if step else slice(0)
     return StartState(
-        name=f"episode-{episode}-seed-{recordings.seeds[episode]}-step-{step}",
+        name=name,
         task=recordings.tasks[episode],
         frame=recordings.frames[first],
         context_frames=recordings.frames[seen],

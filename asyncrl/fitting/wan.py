@@ -20,11 +20,10 @@ from tqdm import tqdm
 
 from asyncrl.devices.tensors import to_uint8
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.autoencoder import CLIP_FRAMES, Latents, fit_autoencoder, rows_at_once, to_video
-from asyncrl.fitting.fit_policy import action_percentiles
-from asyncrl.fitting.frame_file import FrameFile
+from asyncrl.fitting.autoencoder import CLIP_FRAMES, ClipFit, Latents, rows_at_once, to_video
+from asyncrl.fitting.fit_policy import LEAST_RANGE, action_percentiles
 from asyncrl.fitting.loop import ONE_RANK, FitRanks, Schedule, minimise, prepared
-from asyncrl.fitting.recordings import Recordings
+from asyncrl.fitting.recordings import FrameFile, Recordings
 from asyncrl.fitting.world import FittedWorld, Size, WorldOptions, check_picture_size, check_recordings
 from asyncrl.observability import process_status
 from asyncrl.records import ACTION_DIM, CHUNK, dummy_action
@@ -36,10 +35,9 @@ from asyncrl.worlds.wan.world import WanWorld, WindowNoise, save_world, window_l
 
 MEMORY: Final = 4  # Frames of the memory latent.
 DRAWN_AT_ONCE: Final = {"cuda": 64, "cpu": 4}  # Most episodes drawn at once; more overflow a CPU's cache.
-LEAST_RANGE: Final = 1e-3  # Least width of a number that (nearly) never changed: never divide by zero.
 
 
-class WanFit(FittedWorld):
+class WanFit(ClipFit):
     """`FittedWorld` of Wan, whose network can be spread over ranks and whose decoder can be distilled."""
 
     kind: ClassVar = "wan"
@@ -60,9 +58,37 @@ class WanFit(FittedWorld):
         vae: VaeConfig = getattr(VaeConfig, vae_size)()
         return cls(WanWorld(ActionWanTransformer(transformer), WanVae(vae), image_size=side))
 
-    def fit_autoencoder(self, recordings: Recordings, schedule: Schedule) -> float:
-        """Train the autoencoder in place."""
-        return fit_autoencoder(WanAutoencoder(self.world.vae), recordings, schedule)
+    @property
+    def autoencoder(self) -> WanVae:
+        """The causal autoencoder."""
+        return self.world.vae
+
+    def clips(
+        self, recordings: Recordings, batch: int, rng: np.random.Generator
+    ) -> tuple[Tensor, NDArray[np.int64]]:
+        """Draw clips of consecutive frames; a third begin as an episode's stream does."""
+        rows = np.empty((batch, CLIP_FRAMES), np.int64)
+        episodes = rng.integers(len(recordings), size=batch)
+        for i, episode in enumerate(episodes):
+            span = recordings.span(int(episode))
+            if rng.random() < 0.33:
+                steps = np.concatenate([np.zeros(5, np.int64), np.arange(1, CLIP_FRAMES - 4)])
+            else:
+                steps = int(rng.integers(span.stop - span.start)) + np.arange(CLIP_FRAMES)
+            rows[i] = np.minimum(span.start + steps, span.stop - 1)
+        return torch.from_numpy(rows), episodes
+
+    def encode_clips(self, video_B3THW: Tensor) -> Tensor:
+        """Encode clips to ``[B, Z, 5, h, w]``."""
+        return encode_stream(self.world.vae, video_B3THW)
+
+    def decode_clips(self, latents_BZFhw: Tensor) -> Tensor:
+        """Draw clips ``[B, 3, T, H, W]``, not clamped."""
+        return decode_stream(self.world.vae, latents_BZFhw, clamp=False)
+
+    def set_statistics(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        """Store them with the autoencoder, as published."""
+        self.world.vae.set_statistics(list(mean), list(std))
 
     def take_autoencoder(self, source: FittedWorld) -> None:
         """Refuse, with a ConfigError."""
@@ -164,40 +190,6 @@ class WanFit(FittedWorld):
 def stream_of(frames: Tensor) -> Tensor:
     """Turn an episode ``[T, H, W, 3]`` into the causal video of a rollout: the first frame five times."""
     return torch.cat([frames[:1].expand(5, -1, -1, -1), frames[1:]])
-
-
-class WanAutoencoder:
-    """`autoencoder.Autoencoder` of clips that are causal videos."""
-
-    def __init__(self, network: WanVae) -> None:
-        self.network = network
-
-    def clips(
-        self, recordings: Recordings, batch: int, rng: np.random.Generator
-    ) -> tuple[Tensor, NDArray[np.int64]]:
-        """Draw clips of consecutive frames; a third begin as an episode's stream does."""
-        rows = np.empty((batch, CLIP_FRAMES), np.int64)
-        episodes = rng.integers(len(recordings), size=batch)
-        for i, episode in enumerate(episodes):
-            span = recordings.span(int(episode))
-            if rng.random() < 0.33:
-                steps = np.concatenate([np.zeros(5, np.int64), np.arange(1, CLIP_FRAMES - 4)])
-            else:
-                steps = int(rng.integers(span.stop - span.start)) + np.arange(CLIP_FRAMES)
-            rows[i] = np.minimum(span.start + steps, span.stop - 1)
-        return torch.from_numpy(rows), episodes
-
-    def encode(self, video_B3THW: Tensor) -> Tensor:
-        """Encode clips to ``[B, Z, 5, h, w]``."""
-        return encode_stream(self.network, video_B3THW)
-
-    def decode(self, latents_BZFhw: Tensor) -> Tensor:
-        """Draw clips ``[B, 3, T, H, W]``, not clamped."""
-        return decode_stream(self.network, latents_BZFhw, clamp=False)
-
-    def set_statistics(self, mean: Sequence[float], std: Sequence[float]) -> None:
-        """Store them with the autoencoder, as published."""
-        self.network.set_statistics(list(mean), list(std))
 
 
 def latents_of_frames(frames: NDArray[np.int64]) -> NDArray[np.int64]:

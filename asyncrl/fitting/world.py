@@ -21,9 +21,8 @@ from asyncrl.worlds.files import AS_SAVED, world_class, world_kind
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl.fitting.frame_file import FrameFile
     from asyncrl.fitting.loop import Schedule
-    from asyncrl.fitting.recordings import Recordings
+    from asyncrl.fitting.recordings import FrameFile, Recordings
 
 Size = Literal["tiny", "small"]
 CONTEXT_SIGMA: Final = 0.1

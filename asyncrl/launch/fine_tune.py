@@ -16,9 +16,8 @@ from torch import nn
 
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.fit_policy import action_statistics, check_imitable, fit_policy, write_statistics
-from asyncrl.fitting.frame_file import Frames
 from asyncrl.fitting.loop import FitRanks, Schedule, parts_of
-from asyncrl.fitting.recordings import Recordings
+from asyncrl.fitting.recordings import Frames, Recordings
 from asyncrl.fitting.settings import FitPolicy, FitWorld
 from asyncrl.fitting.world import WorldOptions, check_same_size, fit_class, load_fitted
 from asyncrl.launch.job import read_job

@@ -1,9 +1,9 @@
-"""True and imagined episodes side by side."""
+"""True and imagined episodes side by side, and what the reward model makes of them, as in training."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,23 @@ from PIL import Image
 from asyncrl.commands.evaluate import main
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.evaluation.contact_sheet import (
+    JudgedEpisode,
     check_imagines,
     check_suffix,
     imagine_again,
+    judge,
+    judged_sheet,
+    unjudged,
+    verdicts,
     write_contact_sheet,
+    write_judged_movie,
+    write_judged_sheet,
 )
 from asyncrl.records import ActionSpec, StartState
 from asyncrl.simulators.interface import SimulatorSpec
 from asyncrl.simulators.rollout import SimulatedEpisode
-from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
-from asyncrl.worlds.wan.vae import VaeConfig, WanVae
-from asyncrl.worlds.wan.world import WanWorld
 from support.simulated import simulated_episode
+from support.tiny_models import nano_wan
 
 
 def episode(seed: int, decisions: int, *, solved: bool = False, size: int = 2) -> SimulatedEpisode:
@@ -35,41 +40,28 @@ def episode(seed: int, decisions: int, *, solved: bool = False, size: int = 2) -
     numbers = np.arange(count)
     success = np.zeros(count, bool)
     success[-1] = solved
-    return simulated_episode(
-        seed,
-        task="put the red cube on the white plate",
-        frames=np.broadcast_to((10 * seed + numbers)[:, None, None, None], (count, size, size, 3)).astype(
-            np.uint8
-        ),
-        actions=np.broadcast_to(numbers[:, None], (count, 7)).astype(np.float32),
-        success=success,
-    )
-
-
-@dataclass
-class Sum:
-    """State of the world below: one number per slot."""
-
-    total: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.total)
+    frames = np.broadcast_to((10 * seed + numbers)[:, None, None, None], (count, size, size, 3))
+    actions = np.broadcast_to(numbers[:, None], (count, 7)).astype(np.float32)
+    return simulated_episode(seed, frames.astype(np.uint8), actions, success)
 
 
 class AddingWorld:
-    """Frame after an action: the start frame plus all actions so far."""
+    """Frame after an action: the start frame plus all actions so far, which is the state of a slot."""
 
-    version, image_size, action_spec = 0, 2, ActionSpec()
+    version, action_spec, device = 0, ActionSpec(), torch.device("cpu")
+
+    def __init__(self, size: int = 2) -> None:
+        self.image_size = size
 
     def start(self, states: Sequence[StartState], *, decisions: int = 0) -> Any:
         assert all(len(state.context_frames) == 0 for state in states)
-        return Sum(np.array([int(state.frame[0, 0, 0]) for state in states]))
+        return np.array([int(state.frame[0, 0, 0]) for state in states])
 
     def imagine(self, state: Any, actions: Any, noise_seeds: Sequence[int]) -> tuple[torch.Tensor, Any]:
         assert len(noise_seeds) == len(state)
-        values = state.total[:, None] + np.cumsum(actions[:, :, 0], axis=1)
-        frames = torch.from_numpy(values.astype(np.uint8))[:, :, None, None, None].expand(-1, -1, 2, 2, 3)
-        return frames, Sum(values[:, -1])
+        values = state[:, None] + np.cumsum(np.asarray(actions)[:, :, 0], axis=1)
+        frames = torch.from_numpy(values.astype(np.uint8))[:, :, None, None, None]
+        return frames.expand(-1, -1, self.image_size, self.image_size, 3), values[:, -1]
 
 
 def test_only_the_first_frame_and_the_actions_are_used() -> None:
@@ -126,10 +118,7 @@ def test_a_world_that_is_not_there_is_named_before_an_episode_is_played(tmp_path
 
 
 def test_a_sheet_has_a_frame_per_step_and_an_edge_per_outcome(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    size = TransformerConfig(heads=2, head_dim=24, layers=1, ffn_dim=40, channels=32, patch=2, freq_dim=32)
-    vae = WanVae(replace(VaeConfig.tiny(), base_dim=4, decoder_base_dim=4))
-    world = WanWorld(ActionWanTransformer(size), vae, image_size=64, schedule_steps=1)
+    world = nano_wan(1)
     episodes = [episode(0, 1, solved=True, size=64), episode(1, 1, size=64)]
     path = tmp_path / "videos" / "sheet.gif"
     write_contact_sheet(path, episodes, world)
@@ -145,3 +134,106 @@ def test_a_sheet_has_a_frame_per_step_and_an_edge_per_outcome(tmp_path: Path) ->
     (r, g, _), (r2, g2, _) = last[below, 11], last[below, width + 11]
     assert g > r + 50, "solved: green"
     assert r2 > g2 + 50, "not solved: red"
+
+
+# ---- judged as in training -------------------------------------------------------------------------
+
+SIZE = 8
+
+
+class Brightness:
+    """The probability of success of a picture is its brightness / 100."""
+
+    image_size = 0
+
+    def score(self, frames: torch.Tensor, tasks: list[str]) -> torch.Tensor:
+        assert frames.shape[0] == len(tasks)
+        return frames[..., 0, 0, 0].float() / 100
+
+
+def played(start: int, steps: int, solved: bool) -> SimulatedEpisode:
+    """All pictures have the brightness `start`; every action makes the next imagined one brighter by one."""
+    success = np.zeros(steps + 1, bool)
+    success[-1] = solved
+    frames = np.full((steps + 1, SIZE, SIZE, 3), start, np.uint8)
+    return simulated_episode(1, frames, np.ones((steps + 1, 7), np.float32), success)
+
+
+def judged(start: int, steps: int, solved: bool = False, frames: Any = 1) -> JudgedEpisode:
+    world, reward = AddingWorld(SIZE), Brightness()
+    (found,) = judge([played(start, steps, solved)], world, reward, threshold=0.7, frames=frames)  # type: ignore[arg-type]
+    return found
+
+
+def test_every_imagined_picture_has_its_score_and_the_first_that_reaches_the_threshold_is_judged() -> None:
+    found = judged(58, 20)
+    assert found.scores.tolist() == pytest.approx([0] + [(58 + i) / 100 for i in range(1, 21)])
+    assert found.judged_at == 12, "58 + 12 = 70"
+    assert found.shown_step == 12
+    assert (found.solved_at, len(found.truth), len(found.imagined)) == (None, 21, 21)
+    assert found.imagined[12, 0, 0, 0] == 70
+
+
+def test_the_rule_is_the_runs() -> None:
+    assert judged(58, 20, frames=3).judged_at == 14, "the third scoring picture in a row"
+    assert judged(58, 20, frames="last").judged_at == 16, "the last picture of the second decision"
+
+
+def test_an_episode_that_ended_within_a_decision_is_not_judged_beyond_its_end() -> None:
+    found = judged(50, 19, solved=True)
+    assert found.judged_at is None
+    assert found.shown_step == 19, "the best score"
+    assert found.solved_at == 19
+    assert judged(58, 12, frames="last").judged_at is None, "its decision's last picture was never reached"
+
+
+@pytest.mark.parametrize(
+    ("start", "steps", "solved", "said"),
+    [
+        (58, 20, True, ["truth: solved in step 20", "imagined: success in step 12, score 0.70", ""]),
+        (58, 20, False, ["truth: not solved", "imagined: success in step 12, score 0.70", "wrong verdict"]),
+        (
+            10,
+            16,
+            True,
+            ["truth: solved in step 16", "imagined: best score 0.26: no success", "wrong verdict"],
+        ),
+        (10, 16, False, ["truth: not solved", "imagined: best score 0.26: no success", ""]),
+    ],
+)
+def test_both_verdicts_are_said_and_whether_they_differ(
+    start: int, steps: int, solved: bool, said: list[str]
+) -> None:
+    assert verdicts(judged(start, steps, solved)) == said
+
+
+def test_a_simulator_alone_has_one_verdict() -> None:
+    assert verdicts(unjudged(played(58, 20, True))) == ["truth: solved in step 20"]
+
+
+def test_the_sheet_shows_the_picture_that_was_judged() -> None:
+    found = replace(judged(58, 20), truth=np.full((21, SIZE, SIZE, 3), 200, np.uint8))
+    sheet = np.asarray(judged_sheet([found], "version 5"))
+    greys = {int(value) for value in np.unique(sheet[60])}
+    assert {70, 200} <= greys, "the imagined picture of step 12 and the truth stand in one row"
+    assert 71 not in greys
+    assert 78 not in greys, "not the last imagined one"
+
+
+def test_the_movie_stops_the_imagined_half_at_the_judged_step(tmp_path: Path) -> None:
+    write_judged_movie(tmp_path / "movie.gif", [judged(58, 20), judged(10, 16)], "version 5")
+    with Image.open(tmp_path / "movie.gif") as movie:
+        count = getattr(movie, "n_frames", 1)
+        movie.seek(count - 1)
+        last = np.asarray(movie.convert("RGB")).astype(int)
+    assert count <= 21
+    middle = last[100, 10 + 128 + 2 + 64]  # In the right half of the first tile.
+    assert np.abs(middle - 70).max() <= 2, middle
+    assert not list(tmp_path.glob("*.tmp*"))
+
+
+def test_sheets_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    write_judged_sheet(tmp_path / "sheet.png", [judged(58, 20)], "version 5")
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert sheet.format == "PNG"
+    assert [path.name for path in tmp_path.iterdir()] == ["sheet.png"]

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.evaluation import run_checkpoints
 from asyncrl.evaluation.evaluate import Evaluation, SuccessRate
-from asyncrl.evaluation.run_checkpoints import EvaluatedVersion, RunCheckpoints, is_due
+from asyncrl.evaluation.run_checkpoints import RunCheckpoints, is_due
 from asyncrl.storage import checkpoint
 from asyncrl.storage.checkpoint import clean_up, forget_best_after
 from asyncrl.storage.run_folder import BEFORE, BEST, HELD
@@ -55,6 +55,7 @@ def test_the_first_policy_is_measured_before_there_is_a_checkpoint(tmp_path: Pat
     assert (row.version, row.successes, row.episodes, row.success, row.best) == (0, 4, 10, 0.4, True)
     assert (row.low, row.high) == pytest.approx((0.1682, 0.6873), abs=1e-4)
     assert (row.simulator, row.temperature, row.steps, row.sheet) == ("tabletop", 1.0, 20.0, "0.png")
+    assert str(row) == "40.0% [16.8%, 68.7%] of 10 (version 0)"
 
 
 def test_the_newest_version_that_is_due_is_measured_and_what_was_skipped_is_counted(tmp_path: Path) -> None:
@@ -178,24 +179,6 @@ def test_lines_that_are_none_are_left_out(tmp_path: Path) -> None:
     save(tmp_path, 5)
     checkpoints.round()
     assert [row.version for row in run_checkpoints.read_evaluations(tmp_path)] == [0, 5], "behind a torn one"
-
-
-def test_a_row_says_itself_in_words() -> None:
-    row = EvaluatedVersion(
-        version=5,
-        time=0.0,
-        seconds=1.0,
-        simulator="tabletop",
-        temperature=1.0,
-        successes=48,
-        episodes=64,
-        success=0.75,
-        low=0.631,
-        high=0.84,
-        steps=20.0,
-        best=True,
-    )
-    assert str(row) == "75.0% [63.1%, 84.0%] of 64 (version 5)"
 
 
 def test_half_a_checkpoint_is_never_measured(tmp_path: Path) -> None:

@@ -18,9 +18,10 @@ from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.wan import ActionScale, measured_scale, take_raw, take_scaled, windows
 from asyncrl.fitting.world import WorldOptions, check_picture_size, fit_class
 from asyncrl.policies.openvla.policy import load_policy
-from asyncrl.records import ActionSpec, StartState
+from asyncrl.records import ActionSpec
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from support.recorded import recorded_spec, recordings_of, write_recorded
+from support.tiny_models import start_state
 from support.whole_runs import rows
 from support.worlds import load_world
 
@@ -38,7 +39,7 @@ def in_degrees(numbers: int) -> Recordings:
 
 
 @pytest.mark.parametrize(
-    ("kind", "pixels"), [("wan", 96), pytest.param("opensora", 32, marks=pytest.mark.slow)]
+    ("kind", "pixels"), [("wan", 48), pytest.param("opensora", 32, marks=pytest.mark.slow)]
 )
 def test_14_numbers_go_from_recordings_to_a_training_run(kind: str, pixels: int, tmp_path: Path) -> None:
     data, world, policy = (str(tmp_path / name) for name in ("data", "world", "policy"))
@@ -98,20 +99,10 @@ def test_a_world_fitted_on_degrees_is_saved_exactly_and_takes_degrees(tmp_path: 
     fitted.save(tmp_path, 0)
     read = load_world(tmp_path)
     assert torch.equal(read.transformer.action_mlp1[0].weight, exact)  # pyright: ignore
-    start = StartState(
-        name="a",
-        task="a",
-        frame=recordings.frames[0],
-        context_frames=np.zeros((0, 32, 32, 3), np.uint8),
-        context_actions=np.zeros((0, 3), np.float32),
-    )
+    start = replace(start_state(0, 32), context_actions=np.zeros((0, 3), np.float32))
     frames, _ = read.imagine(read.start([start]), np.full((1, 8, 3), 90, np.float32), [0])
     assert frames.shape == (1, 8, 32, 32, 3)
-    wrong = replace(
-        start,
-        context_frames=np.zeros((4, 32, 32, 3), np.uint8),
-        context_actions=np.zeros((4, 7), np.float32),
-    )
+    wrong = start_state(0, 32, context=4)
     with pytest.raises(ConfigError, match="a context of actions of 7 numbers, but the world's have 3"):
         read.start([wrong])
 

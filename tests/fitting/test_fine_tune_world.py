@@ -35,7 +35,7 @@ from support.published_exports import export_world
 from support.published_worlds import small_world
 from support.ranks import run_ranks
 from support.recorded import recorded_spec, write_recorded
-from support.whole_runs import TORCHRUN, environment, left_over
+from support.whole_runs import TORCHRUN, environment, exit_code, left_over
 from support.worlds import load_world
 
 CPU = torch.device("cpu")
@@ -323,11 +323,7 @@ def test_a_rank_that_fails_ends_the_job_with_a_sentence(folders: Path, tmp_path:
 
 def assert_refused(capsys, arguments: list[str], said: str) -> None:
     """With exit code 2 and a sentence that fits a pattern, before the recordings are read."""
-    try:
-        code = cli.run("fit", arguments)
-    except SystemExit as end:  # How tyro refuses a flag.
-        code = end.code
-    assert code == 2
+    assert exit_code(arguments, "fit") == 2
     printed = capsys.readouterr()
     assert "episodes" not in printed.out
     sentence = " ".join(printed.err.replace("│", " ").split())

@@ -21,8 +21,6 @@ from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.wan import stream_of, windows
 from asyncrl.policies.action_tokens import encode
 from asyncrl.policies.interface import SamplingParams
-from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
-from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.records import DUMMY_ACTION
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import Demonstrator, SimulatorSpec, random_start
@@ -31,6 +29,7 @@ from asyncrl.simulators.rendering import find_backend
 from asyncrl.simulators.rollout import Observations, SimulatedEpisode
 from support.recorded import recorded_spec, recordings_of, write_recorded
 from support.simulated import COUNTING, simulated_episode
+from support.tiny_models import small_policy
 
 SPEC = SimulatorSpec(name="table", tasks=("put a on b",), trials=0, max_steps=48, image_size=4)
 
@@ -193,12 +192,6 @@ def random_demonstration() -> Recordings:
     frames = rng.integers(0, 256, (16, 64, 64, 3), dtype=np.uint8)
     actions = rng.uniform(-1, 1, (16, 7)).astype(np.float32)
     return recordings_of([16], frames=frames, actions=actions, tasks=["put the red cube on the white plate"])
-
-
-def small_policy() -> OpenVLAOFTPolicy:
-    torch.manual_seed(0)
-    tower = TowerConfig(width=48, depth=2, heads=2, mlp=96)
-    return OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(dino=tower, siglip=tower, llm_layers=2))
 
 
 def test_every_second_step_of_cloning_sees_the_redrawn_frames() -> None:

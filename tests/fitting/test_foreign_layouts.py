@@ -13,11 +13,12 @@ import torch
 
 from asyncrl.commands.recordings import main as recordings_command
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.robomimic import LIBERO_CAMERAS, LIBERO_NUMBERS, instruction_of, open_libero
+from asyncrl.fitting.robomimic import LIBERO_CAMERAS, LIBERO_NUMBERS, open_libero
 from asyncrl.fitting.sources import import_data_sets, load_recordings
 from asyncrl.fitting.starts import keyframes, write_trajectories
 from asyncrl.records import DUMMY_ACTION
 from asyncrl.rewards.libero_tasks import SUITES
+from asyncrl.simulators.libero.tasks import instruction
 from asyncrl.worlds.evac.poses import rotation
 from asyncrl.worlds.rlinf_start_states import load_trajectories
 from support.recorded import KITCHEN, recorded_spec, write_recorded
@@ -139,7 +140,7 @@ def test_pictures_that_are_stored_upright_are_only_mirrored(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "instruction"),
+    ("name", "known"),
     [
         ("KITCHEN_SCENE3_turn_on_the_stove_and_put_the_moka_pot_on_it", SUITES["libero_10"]),
         (
@@ -149,8 +150,8 @@ def test_pictures_that_are_stored_upright_are_only_mirrored(tmp_path: Path) -> N
         ("pick_up_the_ketchup_and_place_it_in_the_basket", SUITES["libero_object"]),
     ],
 )
-def test_a_files_name_gives_the_simulators_instruction(name: str, instruction: tuple[str, ...]) -> None:
-    assert instruction_of(name) in instruction
+def test_a_files_name_gives_the_simulators_instruction(name: str, known: tuple[str, ...]) -> None:
+    assert instruction(name) in known
 
 
 def test_the_name_counts_more_than_what_the_file_says_and_that_more_than_nothing(tmp_path: Path) -> None:

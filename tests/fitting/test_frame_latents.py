@@ -17,7 +17,7 @@ from torch import Tensor
 
 from asyncrl.errors import ConfigError
 from asyncrl.fitting import evac, opensora
-from asyncrl.fitting.autoencoder import CLIP_FRAMES, FrameAutoencoder
+from asyncrl.fitting.autoencoder import CLIP_FRAMES
 from asyncrl.fitting.evac import (
     CAMERAS,
     LEAST_SPREAD,
@@ -29,8 +29,7 @@ from asyncrl.fitting.evac import (
     pose_loss,
     prepare_poses,
 )
-from asyncrl.fitting.frame_file import BatchSource
-from asyncrl.fitting.loop import Schedule
+from asyncrl.fitting.loop import BatchSource, Schedule
 from asyncrl.fitting.opensora import OpenSoraFit, measured_range
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.sources import load_recordings
@@ -39,7 +38,6 @@ from asyncrl.fitting.world import FittedWorld, WorldOptions, fit_class
 from asyncrl.worlds.evac.conditions import condition_channels
 from asyncrl.worlds.evac.poses import Camera, PoseModel, roll_pitch_yaw, rotation
 from asyncrl.worlds.evac.world import EvacWorld
-from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
 from support.recorded import recorded_spec, recordings_of, write_recorded
 
 LENGTHS = (12, 9, 5, 20)
@@ -78,7 +76,7 @@ def evac_world(recordings: Recordings) -> EvacFit:
 @torch.no_grad()
 def test_each_frame_is_encoded_and_redrawn_by_itself(kind: str, recordings: Recordings) -> None:
     world = fresh(kind, recordings)
-    network: Any = world.autoencoder.network
+    network = world.autoencoder
     latents, drawn = world.encode(recordings), world.redraw(recordings)
     assert [len(episode) for episode in latents] == list(LENGTHS)
     assert drawn.shape == recordings.frames.shape
@@ -95,10 +93,9 @@ def test_each_frame_is_encoded_and_redrawn_by_itself(kind: str, recordings: Reco
 @torch.no_grad()
 def test_statistics_make_latents_standard_and_change_no_picture(kind: str, recordings: Recordings) -> None:
     world = fresh(kind, recordings)
-    wrapped = world.autoencoder
     before, drawn = world.encode(recordings).all, world.redraw(recordings)[:]
     mean, std = before.mean((0, 2, 3)), before.std((0, 2, 3))
-    wrapped.set_statistics(mean.tolist(), std.tolist())
+    world.set_statistics(mean.tolist(), std.tolist())
     after = world.encode(recordings).all
     expected = (before - mean[:, None, None]) / std[:, None, None]
     torch.testing.assert_close(after, expected, atol=1e-4, rtol=1e-4)
@@ -107,10 +104,9 @@ def test_statistics_make_latents_standard_and_change_no_picture(kind: str, recor
 
 @torch.no_grad()
 def test_a_clip_is_encoded_and_drawn_like_its_frames(opensora_world: OpenSoraFit) -> None:
-    wrapped = opensora_world.autoencoder
     video = torch.rand(2, 3, 3, 32, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    latents = wrapped.encode(video)
-    drawn = wrapped.decode(latents)
+    latents = opensora_world.encode_clips(video)
+    drawn = opensora_world.decode_clips(latents)
     assert latents.shape == (2, 4, 3, 4, 4)
     for row in range(2):
         for frame in range(3):
@@ -123,8 +119,7 @@ def test_a_clip_is_encoded_and_drawn_like_its_frames(opensora_world: OpenSoraFit
 
 def test_a_clip_is_of_one_episode_and_of_all_its_frames(opensora_world: OpenSoraFit) -> None:
     recordings = recordings_of([12, 9, 5, 20])
-    clips = opensora_world.autoencoder.clips
-    rows, episodes = clips(recordings, 200, np.random.default_rng(0))
+    rows, episodes = opensora_world.clips(recordings, 200, np.random.default_rng(0))
     assert rows.shape == (200, CLIP_FRAMES)
     for row, episode in zip(rows.numpy(), episodes, strict=True):
         assert (row >= recordings.offsets[episode]).all()
@@ -388,15 +383,15 @@ def test_a_file_that_is_no_camera_is_refused(text: str, tmp_path: Path) -> None:
         camera_of("tabletop", str(file))
 
 
-def test_an_autoencoder_with_another_scale_is_taken_over_exactly() -> None:
-    own, given = (FrameAutoencoder(FrameVae(FrameVaeConfig.tiny()), 4, 1.0) for _ in range(2))
-    given.scale = 0.25
+def test_an_autoencoder_with_another_scale_is_taken_over_exactly(recordings: Recordings) -> None:
+    own, given = fresh("opensora", recordings), fresh("evac", recordings)
+    given.autoencoder.size = replace(given.autoencoder.size, scale=0.25)
     video = torch.rand(2, 3, 3, 32, 32, generator=torch.Generator().manual_seed(1)) * 2 - 1
     with torch.no_grad():
-        for parameter in given.network.parameters():
+        for parameter in given.autoencoder.parameters():
             parameter += 0.01
-        wanted = given.encode(video) * 0.25
-        drawn = given.decode(given.encode(video))
-        own.take(given)
-        assert torch.allclose(own.encode(video), wanted, atol=1e-5)
-        assert torch.allclose(own.decode(wanted), drawn, atol=1e-5)
+        wanted = given.encode_clips(video) * 0.25
+        drawn = given.decode_clips(given.encode_clips(video))
+        own.take_autoencoder(given)
+        assert torch.allclose(own.encode_clips(video), wanted, atol=1e-5)
+        assert torch.allclose(own.decode_clips(wanted), drawn, atol=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -106,15 +107,8 @@ def test_decisions_that_make_no_sense_are_refused(values: list, tmp_path: Path) 
 
 
 def states(ordinary: int, marked: int, elapsed: int = 2) -> list[StartState]:
-    def on_the_way(number: int) -> StartState:
-        plain = start_state(100 + number, 8)
-        context = np.zeros((4, 8, 8, 3), np.uint8), np.zeros((4, 7), np.float32)
-        return StartState(
-            name=plain.name, task=plain.task, frame=plain.frame, context_frames=context[0],
-            context_actions=context[1], elapsed=elapsed,
-        )  # fmt: skip
-
-    return [*(start_state(n, 8) for n in range(ordinary)), *(on_the_way(n) for n in range(marked))]
+    on_the_way = (replace(start_state(100 + n, 8, context=4), elapsed=elapsed) for n in range(marked))
+    return [*(start_state(n, 8) for n in range(ordinary)), *on_the_way]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.25, 1 / 3, 0.5, 0.9, 1.0])

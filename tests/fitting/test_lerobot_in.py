@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+from PIL import Image
 
 from asyncrl.commands.recordings import main as recordings_command
 from asyncrl.errors import ConfigError
@@ -18,14 +21,136 @@ from asyncrl.fitting.lerobot import LeRobotFolder
 from asyncrl.fitting.recordings import read_part
 from asyncrl.fitting.settings import DataSetSettings
 from asyncrl.fitting.sources import load_recordings
-from support.datasets import TOP, TOWEL, WRIST, Sampled, sampled, smooth_pictures, write_lerobot_folder
+from support.datasets import TOP, TOWEL, WRIST, Sampled, sampled, smooth_pictures
 from support.recorded import grown_peak
 
-pytest.importorskip("pyarrow", reason="needs pyarrow (extra 'lerobot')")
-pytest.importorskip("av", reason="needs av (extra 'lerobot')")
+pa = pytest.importorskip("pyarrow", reason="needs pyarrow (extra 'lerobot')")
+pq = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow (extra 'lerobot')")
+av = pytest.importorskip("av", reason="needs av (extra 'lerobot')")
 
 CODEC = 3.0
 """Mean difference of a picture that H.264 may make, in steps of 255."""
+
+
+def write_lerobot_folder(
+    folder: Path,
+    episodes: Sequence[Sampled],
+    *,
+    rate: int = 30,
+    per_file: int = 2,
+    video: bool = True,
+    judged: bool = True,
+) -> Path:
+    """Write a folder of version 3.0, with `per_file` episodes in each file of rows and each movie."""
+    tasks = list(dict.fromkeys(episode.task for episode in episodes))
+    rows_of_episodes, begin = [], 0
+    for first in range(0, len(episodes), per_file):
+        part, number = episodes[first : first + per_file], first // per_file
+        rows, at = [], 0
+        for offset, episode in enumerate(part):
+            steps = len(episode.actions)
+            rows += _rows(episode, first + offset, begin, tasks.index(episode.task), rate, video, judged)
+            place = {"chunk_index": 0, "file_index": number}
+            about: dict[str, Any] = {
+                "episode_index": first + offset,
+                "tasks": [episode.task],
+                "length": steps,
+            }
+            about |= {f"data/{name}": value for name, value in place.items()}
+            about |= {"dataset_from_index": begin, "dataset_to_index": begin + steps}
+            for key in episode.pictures if video else ():
+                seconds = {"from_timestamp": at / rate, "to_timestamp": (at + steps) / rate}
+                about |= {f"videos/{key}/{name}": value for name, value in (place | seconds).items()}
+            rows_of_episodes.append(about)
+            begin, at = begin + steps, at + steps
+        _write(folder / "data" / f"chunk-000/file-{number:03d}.parquet", pa.Table.from_pylist(rows))
+        for key in part[0].pictures if video else ():
+            path = folder / "videos" / key / f"chunk-000/file-{number:03d}.mp4"
+            write_movie(path, np.concatenate([episode.pictures[key] for episode in part]), rate)
+    _write(folder / "meta/episodes/chunk-000/file-000.parquet", pa.Table.from_pylist(rows_of_episodes))
+    table = pa.table({"task_index": list(range(len(tasks))), "__index_level_0__": tasks})
+    _write(folder / "meta" / "tasks.parquet", table)
+    info = {
+        "codebase_version": "v3.0",
+        "robot_type": "so100",
+        "total_episodes": len(episodes),
+        "total_frames": begin,
+        "total_tasks": len(tasks),
+        "chunks_size": 1000,
+        "data_files_size_in_mb": 100,
+        "video_files_size_in_mb": 200,
+        "fps": rate,
+        "splits": {"train": f"0:{len(episodes)}"},
+        "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+        "video_path": "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
+        "features": _features(episodes[0], video, judged),
+    }
+    (folder / "meta" / "info.json").write_text(json.dumps(info))
+    return folder
+
+
+def _rows(
+    episode: Sampled, number: int, begin: int, task: int, rate: int, video: bool, judged: bool
+) -> list[dict[str, Any]]:
+    rows = []
+    for step in range(len(episode.actions)):
+        row: dict[str, Any] = {
+            "action": episode.actions[step].tolist(),
+            "observation.state": episode.states[step].tolist(),
+            "timestamp": step / rate,
+            "frame_index": step,
+            "episode_index": number,
+            "index": begin + step,
+            "task_index": task,
+        }
+        if judged:
+            row |= {
+                "next.reward": float(episode.rewards[step]),
+                "next.success": bool(episode.success[step]),
+            }
+        for key in () if video else episode.pictures:
+            packed = BytesIO()
+            Image.fromarray(episode.pictures[key][step]).save(packed, "PNG")
+            row[key] = {"bytes": packed.getvalue(), "path": None}
+        rows.append(row)
+    return rows
+
+
+def _features(episode: Sampled, video: bool, judged: bool) -> dict[str, Any]:
+    one = {"shape": [1], "names": None}
+    features: dict[str, Any] = {
+        key: {
+            "dtype": "video" if video else "image",
+            "shape": list(pictures.shape[1:]),
+            "names": ["height", "width", "channels"],
+        }
+        for key, pictures in episode.pictures.items()
+    }
+    features["action"] = {"dtype": "float32", "shape": [episode.actions.shape[1]], "names": None}
+    features["observation.state"] = {"dtype": "float32", "shape": [episode.states.shape[1]], "names": None}
+    features |= {"timestamp": {"dtype": "float32", **one}}
+    features |= {
+        name: {"dtype": "int64", **one} for name in ("frame_index", "episode_index", "index", "task_index")
+    }
+    if judged:
+        features |= {"next.reward": {"dtype": "float32", **one}, "next.success": {"dtype": "bool", **one}}
+    return features
+
+
+def _write(path: Path, table: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, path)
+
+
+def write_movie(path: Path, pictures: np.ndarray, rate: int) -> None:
+    """Write H.264 as LeRobot does: a key frame every 2 frames."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=rate, options={"g": "2", "crf": "18"})
+        stream.height, stream.width, stream.pix_fmt = *pictures.shape[1:3], "yuv420p"
+        for picture in pictures:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
 
 
 @pytest.fixture
@@ -175,9 +300,6 @@ def _pipe(folder: Path) -> None:
 
 
 def _rewrite(path: Path, column: str, values: list[object]) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     table = pq.read_table(path)
     place = table.column_names.index(column)
     pq.write_table(table.set_column(place, column, pa.array(values)), path)

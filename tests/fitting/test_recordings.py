@@ -15,18 +15,16 @@ import torch
 from asyncrl.commands.fit import write_starts
 from asyncrl.errors import AssetError, ConfigError
 from asyncrl.fitting.autoencoder import average_pictures, reconstruction_loss
-from asyncrl.fitting.fit_policy import fit_policy
-from asyncrl.fitting.frame_file import BatchSource, FrameFile, cache_folder, shown_to
-from asyncrl.fitting.loop import Schedule
-from asyncrl.fitting.recordings import Recordings
+from asyncrl.fitting.fit_policy import fit_policy, shown_to
+from asyncrl.fitting.loop import BatchSource, Schedule
+from asyncrl.fitting.recordings import FrameFile, Recordings, cache_folder
 from asyncrl.fitting.settings import FitStarts
 from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.wan import encode_recordings, redraw, windows
-from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
-from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.worlds.start_states import load_start_states
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
-from support.recorded import episode_alone, grown_peak, recorded_spec, recordings_of, write_recorded
+from support.recorded import grown_peak, recorded_spec, recordings_of, write_recorded
+from support.tiny_models import small_policy
 
 # ---- pictures in a file --------------------------------------------------------------------------
 
@@ -241,13 +239,6 @@ def test_start_states_have_the_pose_of_the_first_frame(tmp_path: Path, poses: bo
 # ---- what is fitted ------------------------------------------------------------------------------
 
 
-def small_policy(pipeline: str) -> OpenVLAOFTPolicy:
-    torch.manual_seed(0)
-    tower = TowerConfig(width=48, depth=2, heads=2, mlp=96)
-    config = OpenVLAOFTConfig.tiny(dino=tower, siglip=tower, llm_layers=1, image_pipeline=pipeline)
-    return OpenVLAOFTPolicy(config)
-
-
 @pytest.mark.parametrize("pipeline", ["rlinf", "oft"])
 def test_a_policy_is_the_same_whether_pictures_are_in_memory_or_in_a_file(
     tmp_path: Path, pipeline: str
@@ -256,7 +247,10 @@ def test_a_policy_is_the_same_whether_pictures_are_in_memory_or_in_a_file(
     read = load_recordings([tmp_path])
 
     def weights(recordings: Recordings) -> torch.Tensor:
-        policy, schedule = small_policy(pipeline), Schedule(steps=2, batch=4, learning_rate=1e-2)
+        policy, schedule = (
+            small_policy(llm_layers=1, image_pipeline=pipeline),
+            Schedule(steps=2, batch=4, learning_rate=1e-2),
+        )
         fit_policy(policy, recordings, schedule, drawn=recordings.frames)
         return torch.cat([p.detach().flatten() for p in policy.parameters()])
 
@@ -265,7 +259,7 @@ def test_a_policy_is_the_same_whether_pictures_are_in_memory_or_in_a_file(
 
 def test_pictures_of_the_oft_pipeline_are_what_the_policy_is_shown(tmp_path: Path) -> None:
     write_recorded(tmp_path, recorded_spec(32), (70,))
-    frames, policy = load_recordings([tmp_path]).frames, small_policy("oft")
+    frames, policy = load_recordings([tmp_path]).frames, small_policy(llm_layers=1, image_pipeline="oft")
     shown = shown_to(policy, frames)
     assert shown.shape == (70, 64, 64, 3)
     for row in (0, 65):
@@ -291,6 +285,12 @@ def test_an_episode_that_ends_within_a_decision_is_encoded_with_its_last_frame_r
     drawn = redraw(vae, latents, read)
     assert drawn.shape == read.frames.shape
     assert len(windows(read, latents)) == 1 + 2
+
+
+def episode_alone(recordings: Recordings, episode: int) -> Recordings:
+    span = recordings.span(episode)
+    arrays = {name: getattr(recordings, name)[span] for name in ("frames", "actions", "success")}
+    return recordings_of([span.stop - span.start], **arrays)
 
 
 def test_redrawn_frames_lie_where_the_recorded_ones_do(tmp_path: Path) -> None:
@@ -337,11 +337,9 @@ FIT = """
 from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.fit_policy import fit_policy
 from asyncrl.fitting.loop import Schedule
-from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
-from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
+from support.tiny_models import small_policy
 
-tower = TowerConfig(width=48, depth=2, heads=2, mlp=96)
-policy = OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(dino=tower, siglip=tower, llm_layers=1))
+policy = small_policy(llm_layers=1)
 def read(folder):
     read = load_recordings([Path(folder)])
     fit_policy(policy, read, Schedule(steps=4, batch=64, learning_rate=1e-3), drawn=read.frames)

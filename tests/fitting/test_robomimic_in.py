@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +21,48 @@ from asyncrl.fitting.settings import DataSetSettings
 from asyncrl.fitting.sources import load_recordings
 from asyncrl.records import Episode
 from asyncrl.replay.store import EpisodeStore
-from support.datasets import TOP, WRIST, Sampled, sampled, smooth_pictures, write_robomimic_file
+from support.datasets import TOP, WRIST, Sampled, sampled, smooth_pictures
 from support.episodes import make_episode, simulated
+
+
+def write_robomimic_file(
+    path: Path,
+    episodes: Sequence[Sampled],
+    *,
+    task: str | None = "lift the cube",
+    next_obs: bool = False,
+    sparse: bool = True,
+    channels_first: bool = False,
+) -> Path:
+    """Write a file as robomimic's image data sets are; its demonstrations are numbered 0, 10, 20, ..."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with h5py.File(path, "w") as file:
+        data = file.create_group("data")
+        data.attrs["env_args"] = json.dumps(
+            {"env_name": "Lift", "type": 1, "env_kwargs": {"control_freq": 20, "robots": ["Panda"]}}
+        )
+        for number, episode in enumerate(episodes):
+            demo = data.create_group(f"demo_{10 * number}")
+            demo.attrs["num_samples"] = len(episode.actions)
+            if task is not None:
+                demo.attrs["ep_meta"] = json.dumps({"lang": task})
+            demo["actions"] = episode.actions.astype(np.float64)
+            demo["rewards"] = episode.success.astype(np.float64) if sparse else episode.rewards
+            demo["dones"] = (np.arange(len(episode.actions)) == len(episode.actions) - 1).astype(np.int64)
+            demo["states"] = np.zeros((len(episode.actions), 32))
+            for name, key in (("agentview_image", TOP), ("robot0_eye_in_hand_image", WRIST)):
+                if key in episode.pictures:
+                    stored = episode.pictures[key]
+                    demo[f"obs/{name}"] = stored.transpose(0, 3, 1, 2) if channels_first else stored
+                    if next_obs:
+                        demo[f"next_obs/{name}"] = np.concatenate([stored[1:], 255 - stored[-1:]])
+            columns = {"robot0_eef_pos": (0, 3), "robot0_eef_quat": (3, 4), "robot0_gripper_qpos": (4, 5)}
+            for name, (low, high) in columns.items():
+                demo[f"obs/{name}"] = episode.states[:, low:high].astype(np.float64)
+                if next_obs:
+                    after = np.concatenate([episode.states[1:], -episode.states[-1:]])
+                    demo[f"next_obs/{name}"] = after[:, low:high]
+    return path
 
 
 @pytest.fixture

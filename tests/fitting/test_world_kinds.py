@@ -34,6 +34,7 @@ from asyncrl.simulators.rendering import find_backend
 from asyncrl.storage.tensor_files import TensorFiles
 from asyncrl.worlds.files import world_kind
 from support.recorded import recorded_spec, write_recorded
+from support.whole_runs import refused
 
 PACKAGE = Path(cli.__file__).parent
 FRAME_BY_FRAME = ("opensora", "evac")
@@ -213,7 +214,8 @@ def test_an_autoencoder_that_does_not_fit_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     call = ["world", "--kind", kind, "--data", str(table), "--out", str(tmp_path / "out")]
-    assert re.search(said, refused([*call, "--autoencoder", str(fitted[source]), *flags, *STEPS], capsys))
+    flags = [*call, "--autoencoder", str(fitted[source]), *flags, *STEPS]
+    assert re.search(said, refused(capsys, "fit", flags))
     assert not (tmp_path / "out").exists()
 
 
@@ -263,14 +265,6 @@ def test_a_frame_by_frame_autoencoder_learns_the_table(table: Path) -> None:
 # ---- what is refused -----------------------------------------------------------------------------
 
 
-def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The message of a call of `asyncrl fit` that ends with exit code 2."""
-    with pytest.raises(SystemExit) as ended:  # settings that contradict each other end the program themselves
-        raise SystemExit(cli.run("fit", arguments))
-    assert ended.value.code == 2
-    return " ".join(capsys.readouterr().err.split())
-
-
 @pytest.mark.parametrize(
     ("kind", "image_size", "poses", "simulator", "flags", "said"),
     [
@@ -301,7 +295,7 @@ def test_what_cannot_be_fitted_is_named_and_nothing_is_written(
     with pytest.MonkeyPatch.context() as patch:
         for name in FRAME_BY_FRAME:  # nothing may be fitted before the refusal
             patch.setattr(fit_class(name), "fit_autoencoder", None)
-        assert re.search(said, refused([*call, *flags, *STEPS], capsys))
+        assert re.search(said, refused(capsys, "fit", [*call, *flags, *STEPS]))
     assert not (tmp_path / "out").exists()
 
 
@@ -311,7 +305,7 @@ def test_recordings_without_a_decision_are_refused_before_any_fit(
     write_recorded(tmp_path / "data", recorded_spec(32), (8, 3))
     for kind in KINDS:
         call = ["world", "--kind", kind, "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")]
-        assert "No recorded episode is longer than 8 steps" in refused([*call, *STEPS], capsys)
+        assert "No recorded episode is longer than 8 steps" in refused(capsys, "fit", [*call, *STEPS])
 
 
 @pytest.mark.render
@@ -320,7 +314,7 @@ def test_a_tiny_decoder_is_refused_where_frames_are_decoded_one_by_one(
     kind: str, fitted: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     call = ["decoder", "--world", str(fitted[kind]), "--out", str(tmp_path / "out"), "--device", "cpu"]
-    assert "decoded one by one" in refused(call, capsys)
+    assert "decoded one by one" in refused(capsys, "fit", call)
     assert not (tmp_path / "out").exists()
 
 
@@ -329,10 +323,10 @@ def test_what_a_refined_world_cannot_change_is_refused(
     fitted: dict[str, Path], table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     call = ["world", "--data", str(table), "--refine", str(fitted["opensora"]), "--out", str(tmp_path / "o")]
-    assert "--context-sigma 0.3 means nothing" in refused([*call, "--context-sigma", "0.3"], capsys)
+    assert "--context-sigma 0.3 means nothing" in refused(capsys, "fit", [*call, "--context-sigma", "0.3"])
     write_recorded(tmp_path / "data", recorded_spec(32), (17,))
     blind = ["world", "--data", str(tmp_path / "data"), "--refine", str(fitted["evac"])]
-    assert "recordings without poses" in refused([*blind, "--out", str(tmp_path / "o")], capsys)
+    assert "recordings without poses" in refused(capsys, "fit", [*blind, "--out", str(tmp_path / "o")])
     assert not (tmp_path / "o").exists()
 
 

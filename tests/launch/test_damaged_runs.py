@@ -19,6 +19,7 @@ from asyncrl.observability.logger import cut_rows_after
 from asyncrl.storage.run_folder import check_folder
 from support.run_folders import contents
 from support.tiny_models import write_models
+from support.whole_runs import exit_code
 
 Damage = Callable[[Path, Path], None]
 """Is given the folder of a run that ended well, and a neighbour, which nothing that is done may change."""
@@ -146,10 +147,7 @@ def resumed(name: str, original: Path, tmp_path: Path) -> tuple[int, Path]:
     """Damage a copy of the run and resume it; the code, and the copy."""
     run, neighbour = damaged(name, original, tmp_path)
     before = contents(neighbour)
-    try:
-        code = cli.run("train", ["--run-dir", str(run), "--resume", "--updates", "4"])
-    except SystemExit as end:  # How tyro refuses a setting.
-        code = int(end.code or 0)
+    code = exit_code(["--run-dir", str(run), "--resume", "--updates", "4"])
     assert contents(neighbour) == before
     return code, run
 

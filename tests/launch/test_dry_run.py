@@ -11,6 +11,7 @@ from asyncrl.config.loading import load_file, parse
 from asyncrl.config.run import TrainConfig
 from asyncrl.doctor.checks import CHECKS
 from support.run_folders import contents
+from support.whole_runs import exit_code
 
 
 @pytest.fixture(autouse=True)
@@ -65,10 +66,7 @@ def test_what_the_run_would_refuse_is_refused_in_its_words(
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     before = contents(tmp_path)
-    try:
-        code = cli.run("train", [*flags, "--dry-run", *wrong.split()])
-    except SystemExit as end:  # How tyro refuses.
-        code = int(end.code or 0)
+    code = exit_code([*flags, "--dry-run", *wrong.split()])
     said = capsys.readouterr()
     assert (code, said.out) == (2, "")
     assert REFUSED[wrong] in " ".join(said.err.replace("│", " ").split())

@@ -56,7 +56,7 @@ STORED = SimulatorSource(name=COUNTING, settings=("trials=60",)).build().spec
         ("maniskill_stack_cube", "maniskill_stack_cube"),
         (COUNTING, COUNTING),
         ("support.simulated:no_simulator", "support.simulated:no_simulator"),
-        ("support.own_parts:Nothing", ""),
+        ("support.simulated:Nothing", ""),
         (f"{COUNTING}@folder", ""),
         ("no.such.module:make", ""),
         ("runs/models/world", ""),

@@ -14,12 +14,94 @@ from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, Crit
 from asyncrl.errors import ConfigError
 from asyncrl.launch.build import build_update
 from asyncrl.learner.batches import Batch
+from asyncrl.learner.interface import AdvantagesAndTargets, UnitLoss
 from asyncrl.learner.recipe import build_recipe
 from asyncrl.observability import metrics_training as m
 from support.slow_update import PLACES, Table, decisions_of, group_advantages, recipe, stale_batch, valid
 from support.table_policy import TablePolicy
 
-OWN = "support.own_parts:"
+
+class Softened:
+    """Weights ``1 / (1 + |log ratio|)``, and 0 for an action that has become less likely by `tolerance`."""
+
+    needs = frozenset({"behaviour"})
+
+    def __init__(self, settings: CorrectionSettings, *, tolerance: float = 1.0) -> None:
+        self.tolerance = tolerance
+
+    def weights(self, log_ratios: Tensor, mask: Tensor, episode: Tensor, level: str) -> Tensor:
+        action_DC1 = log_ratios.sum(dim=2, keepdim=True)
+        return torch.where(action_DC1 < -self.tolerance, 0.0, 1 / (1 + action_DC1.abs()))
+
+
+class ByLag(Softened):
+    """Takes the ratio against a policy that is nearer to the one that sampled the older the sample is."""
+
+    def proximal(self, logprob: Tensor, old_logprob: Tensor, behaviour: Tensor, lag: Tensor) -> Tensor:
+        share_D11 = 1 / (1 + lag.float())[:, None, None]
+        return behaviour + share_D11 * (old_logprob - behaviour)
+
+
+class Centred:
+    """The return of an episode minus a constant."""
+
+    needs: frozenset[str] = frozenset()
+
+    def __init__(self, algorithm: AlgorithmSettings, critic: CriticSettings, *, expected: float) -> None:
+        self.expected = expected
+
+    def estimate(self, batch: Any, old: Any, correction: Any, ranks: Any) -> AdvantagesAndTargets:
+        return AdvantagesAndTargets((batch.returns - self.expected)[batch.episode][:, None, None], None)
+
+
+class PolicyGradient:
+    """REINFORCE: no ratio, no clip."""
+
+    def __init__(self, settings: AlgorithmSettings, **own: Any) -> None:
+        self.settings = settings
+
+    def loss(self, logprob: Tensor, proximal: Tensor, mask: Tensor, advantages: Tensor) -> UnitLoss:
+        nothing = torch.zeros_like(mask)
+        return UnitLoss(-advantages * logprob, nothing, nothing, torch.ones_like(logprob))
+
+
+class WithoutMethod:
+    needs = frozenset({"behaviour"})
+
+    def __init__(self, settings: CorrectionSettings) -> None:
+        pass
+
+
+class UnknownNeed(Softened):
+    needs = frozenset({"behaviour", "luck"})
+
+
+class WrongShape(Softened):
+    def weights(self, log_ratios: Tensor, mask: Tensor, episode: Tensor, level: str) -> Tensor:
+        return torch.ones(3, 5)
+
+
+class WithGradient(ByLag):
+    def weights(self, log_ratios: Tensor, mask: Tensor, episode: Tensor, level: str) -> Tensor:
+        return torch.ones_like(log_ratios, requires_grad=True)
+
+
+class WrongProximal(ByLag):
+    def proximal(self, logprob: Tensor, old_logprob: Tensor, behaviour: Tensor, lag: Tensor) -> Tensor:
+        return behaviour.double()
+
+
+class WrongAdvantage(Centred):
+    def estimate(self, batch: Any, old: Any, correction: Any, ranks: Any) -> AdvantagesAndTargets:
+        return AdvantagesAndTargets(batch.returns, None)
+
+
+class WrongLoss(PolicyGradient):
+    def loss(self, logprob: Tensor, proximal: Tensor, mask: Tensor, advantages: Tensor) -> Any:
+        return (-advantages * logprob).sum()
+
+
+OWN = f"{__name__}:"
 
 
 def a_batch() -> Batch:
@@ -28,7 +110,7 @@ def a_batch() -> Batch:
 
 
 def slow_loss(batch: Batch, table: Table, before: Table, *, by_lag: bool, tolerance: float) -> Tensor:
-    """PPO's clipped loss, token by token, with the weights of `own_parts.Softened` or `ByLag`."""
+    """PPO's clipped loss, token by token, with the weights of `Softened` or `ByLag`."""
     config = recipe()
     now, old = table.logprobs(batch)[0], before.logprobs(batch)[0].detach()
     behaviour = batch.behaviour_logprob.double()
@@ -102,7 +184,7 @@ def test_an_advantage_and_an_objective_of_the_users_train_as_by_hand() -> None:
 
 def test_a_batch_without_what_the_users_correction_needs_is_refused() -> None:
     blind = dataclasses.replace(a_batch(), behaviour_logprob=torch.full((12, 8, 7), math.nan))
-    with pytest.raises(ConfigError, match=r"own_parts:Softened.*no log-probs of the policy that"):
+    with pytest.raises(ConfigError, match=r"test_recipe:Softened.*no log-probs of the policy that"):
         build_update(recipe(correction__kind=OWN + "Softened"), TablePolicy(rows=8))(blind)
 
 
@@ -124,7 +206,7 @@ def test_a_batch_without_what_the_users_correction_needs_is_refused() -> None:
             },
             r"Centred, which has no targets for a critic.*Use --algorithm.kind grpo",
         ),
-        ({"correction__kind": "Absent"}, r"own_parts has no 'Absent'"),
+        ({"correction__kind": "Absent"}, r"test_recipe has no 'Absent'"),
     ],
 )
 def test_a_class_that_cannot_be_used_is_refused_before_anything_starts(

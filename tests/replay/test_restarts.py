@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable, Set
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -64,46 +66,49 @@ def batch_of(replay: Replay, version: int, groups: int) -> list[int]:
     return [int(group[0].group_id) for group in batch]
 
 
+def batches_of(
+    folder: Path, max_lag: int, per_update: int, restarts: Set[int] = frozenset()
+) -> list[list[int]]:
+    """The groups of eight batches, each of others; the replay is opened again before some of them."""
+    replay, batches, count = open_replay(folder, per_update=per_update, max_lag=max_lag), [], Counter[int]()
+    replay.begin("learner", 0)
+    for version in range(8):
+        replay.set_version(version)
+        if version in restarts:
+            before = books(replay)
+            replay.close()
+            replay = open_replay(folder, per_update=per_update, max_lag=max_lag)
+            replay.begin("learner", version)
+            assert books(replay) == before
+        imagine_all(replay)
+        numbers = batch_of(replay, version, per_update)
+        assert len(set(numbers)) == per_update, "different groups"
+        count.update(numbers)
+        batches.append(numbers)
+        assert max(count.values()) == 1
+        assert replay.state.limiter.used == per_update * (version + 1)
+    assert set(count) <= replay.store.group_files.keys()
+    replay.close()
+    return batches
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], list[list[int]]]:
+    """The batches without a restart, made once for each lag and size of a batch."""
+    return cache(lambda *sizes: batches_of(tmp_path_factory.mktemp("replay"), *sizes))
+
+
 @settings(max_examples=60, deadline=None)
-@given(
-    st.integers(0, 3),
-    st.integers(1, 3),
-    st.sets(st.integers(0, 7)),
-)
+@given(st.integers(0, 3), st.integers(1, 3), st.sets(st.integers(0, 7), min_size=1))
 def test_restarts_change_nothing(
     tmp_path_factory: pytest.TempPathFactory,
+    undisturbed: Callable[[int, int], list[list[int]]],
     max_lag: int,
     per_update: int,
     restarts: set[int],
 ) -> None:
-    runs = list[list[list[int]]]()
-    for restarting in (False, True):
-        folder, batches, count = tmp_path_factory.mktemp("replay"), list[list[int]](), Counter[int]()
-
-        def reopened(folder: Path = folder) -> Replay:
-            return open_replay(folder, per_update=per_update, max_lag=max_lag)
-
-        replay = reopened()
-        replay.begin("learner", 0)
-        for version in range(8):
-            replay.set_version(version)
-            if restarting and version in restarts:
-                before = books(replay)
-                replay.close()
-                replay = reopened()
-                replay.begin("learner", version)
-                assert books(replay) == before
-            imagine_all(replay)
-            numbers = batch_of(replay, version, per_update)
-            assert len(set(numbers)) == per_update, "different groups"
-            count.update(numbers)
-            batches.append(numbers)
-            assert max(count.values()) == 1
-            assert replay.state.limiter.used == per_update * (version + 1)
-        assert set(count) <= replay.store.group_files.keys()
-        replay.close()
-        runs.append(batches)
-    assert runs[0] == runs[1]
+    found = batches_of(tmp_path_factory.mktemp("replay"), max_lag, per_update, restarts)
+    assert found == undisturbed(max_lag, per_update)
 
 
 def test_a_resumed_run_gets_the_batches_of_the_undisturbed_one(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from asyncrl.policies.interface import PolicyInputs
 from asyncrl.policies.lora import add_lora, is_adapter
-from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
+from support.published import TOWERS, some_policy
 
 TASKS = ["put the red cube on the white plate", "lift it"]
 RANK, ALPHA = 4, 6.0
@@ -19,18 +20,7 @@ SCALE = 1.5
 
 
 def small(**changes: Any) -> OpenVLAOFTPolicy:
-    """The same weights every time, large enough to matter everywhere."""
-    torch.manual_seed(0)
-    sizes = {
-        "dino": TowerConfig(width=24, depth=3, heads=3, mlp=48),
-        "siglip": TowerConfig(width=32, depth=4, heads=2, mlp=40),
-        "llm_layers": 2,
-    }
-    policy = OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(**(sizes | changes)))
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    return policy.eval()
+    return some_policy(OpenVLAOFTConfig.tiny(**(TOWERS | {"llm_layers": 2} | changes)), 0.05)
 
 
 def move_adapters(policy: OpenVLAOFTPolicy, seed: int = 1, size: float = 0.1) -> None:

@@ -121,7 +121,7 @@ class Numbered(SoundWorld):
 
 
 def acted(change: Callable[[Tensor], Tensor]) -> Callable[[], SoundWorld]:
-    """Build a world that takes its actions in another order."""
+    """Build a world that takes its actions otherwise."""
 
     class Disordered(SoundWorld):
         def draw(self, state: Any, actions: Tensor, noise_seeds: Sequence[int]) -> tuple[Tensor, Any]:
@@ -203,23 +203,35 @@ class Endless(SoundWorld):
         return shown(state.pixels)[:, None].repeat(1, 8, 1, 1, 1), state
 
 
-class Overrun(SoundWorld):
-    """Runs over the end of its memory."""
+def checked(check: Callable[[Any, Any], object]) -> Callable[[], SoundWorld]:
+    """Build a world that looks at its state and actions first, in a way of its own."""
 
-    def imagine(self, state: Any, actions: Any, noise_seeds: Sequence[int]) -> tuple[Tensor, Any]:
-        if not state.left.all():
-            raise IndexError("index 9 is out of bounds for dimension 1 with size 9")
-        return super().imagine(state, actions, noise_seeds)
+    class Checked(SoundWorld):
+        def imagine(self, state: Any, actions: Any, noise_seeds: Sequence[int]) -> tuple[Tensor, Any]:
+            check(state, actions)
+            return super().imagine(state, actions, noise_seeds)
+
+    return Checked
+
+
+def overrun(state: Any, actions: Any) -> None:
+    """Run over the end of the memory."""
+    if not state.left.all():
+        raise IndexError("index 9 is out of bounds for dimension 1 with size 9")
+
+
+def curt(state: Any, actions: Any) -> None:
+    """Refuse, and do not say what."""
+    if actions.shape != (len(state), 8, 7):
+        raise ValueError("wrong shape")
+
+
+def asserting(state: Any, actions: Any) -> None:
+    """Leave it to an assertion."""
+    assert actions.shape == (len(state), 8, 7)
 
 
 # ---- what is not finite, what has another shape --------------------------------------------------
-
-
-class Silent(SoundWorld):
-    """Takes what is not finite for nothing."""
-
-    def draw(self, state: Any, actions: Tensor, noise_seeds: Sequence[int]) -> tuple[Tensor, Any]:
-        return super().draw(state, actions.nan_to_num(), noise_seeds)
 
 
 class Contagious(SoundWorld):
@@ -247,23 +259,6 @@ class Lenient(SoundWorld):
         return super().imagine(state, actions[:, :8, :7].expand(len(state), -1, -1), noise_seeds)
 
 
-class Curt(SoundWorld):
-    """Refuses, and does not say what."""
-
-    def imagine(self, state: Any, actions: Any, noise_seeds: Sequence[int]) -> tuple[Tensor, Any]:
-        if actions.shape != (len(state), 8, 7):
-            raise ValueError("wrong shape")
-        return super().imagine(state, actions, noise_seeds)
-
-
-class Asserting(SoundWorld):
-    """Leaves it to an assertion."""
-
-    def imagine(self, state: Any, actions: Any, noise_seeds: Sequence[int]) -> tuple[Tensor, Any]:
-        assert actions.shape == (len(state), 8, 7)
-        return super().imagine(state, actions, noise_seeds)
-
-
 class Cropping(SoundWorld):
     """Begins with pictures of any size."""
 
@@ -287,8 +282,12 @@ BROKEN: Mapping[str, tuple[Callable[[], SoundWorld], str, str]] = {
     "has one age for all": (OneAge, "ages", "beside an older episode"),
     "forgets weights that move": (Stale, "parked", "after its weights were parked and back"),
     "repeats itself without room": (Endless, "room", "more than was announced, without an error"),
-    "runs over its memory": (Overrun, "room", "IndexError (index 9 is out of bounds"),
-    "takes NaN for nothing": (Silent, "not finite", "[True, True], expected [False, True] after NaN"),
+    "runs over its memory": (checked(overrun), "room", "IndexError (index 9 is out of bounds"),
+    "takes NaN for nothing": (
+        acted(torch.nan_to_num),
+        "not finite",
+        "[True, True], expected [False, True] after NaN",
+    ),
     "lets NaN spread": (Contagious, "not finite", "[False, False], expected [False, True] after NaN"),
     "forgives NaN": (Forgiving, "not finite", "expected [False, True] after NaN"),
     "crops actions": (
@@ -296,8 +295,12 @@ BROKEN: Mapping[str, tuple[Callable[[], SoundWorld], str, str]] = {
         "shapes",
         "content with a wrong shape, expected an error that names [2, 8, 7] and",
     ),
-    "does not say the shapes": (Curt, "shapes", "ValueError (wrong shape), expected an error that names"),
-    "asserts": (Asserting, "shapes", "AssertionError"),
+    "does not say the shapes": (
+        checked(curt),
+        "shapes",
+        "ValueError (wrong shape), expected an error that names",
+    ),
+    "asserts": (checked(asserting), "shapes", "AssertionError"),
     "resizes what it begins with": (Cropping, "shapes", "start is content with a wrong shape"),
 }
 """How to build it, the check that must fail, and what it says."""

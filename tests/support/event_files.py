@@ -1,7 +1,9 @@
 """Reads TensorBoard's event files record by record, with their lengths and checksums."""
 
 import struct
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tensorboardX.proto import event_pb2
 from tensorboardX.record_writer import masked_crc32c
@@ -20,23 +22,25 @@ def events_in(content: bytes) -> list:
     return found
 
 
+def _values_in(folder: Path, kind: str) -> Iterator[tuple[int, Any]]:
+    for path in sorted(folder.iterdir()):
+        for event in events_in(path.read_bytes()):
+            yield from (
+                (event.step, value) for value in event.summary.value if value.WhichOneof("value") == kind
+            )
+
+
 def curves_in(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Tag -> (step, value) of every point of a run's curves, in the order of the file."""
     points: dict[str, list[tuple[int, float]]] = {}
-    for path in sorted(folder.iterdir()):
-        for event in events_in(path.read_bytes()):
-            for value in event.summary.value:
-                if value.WhichOneof("value") == "simple_value":
-                    points.setdefault(value.tag, []).append((event.step, value.simple_value))
+    for step, value in _values_in(folder, "simple_value"):
+        points.setdefault(value.tag, []).append((step, value.simple_value))
     return points
 
 
 def pictures_in(folder: Path) -> dict[str, list[tuple[int, bytes]]]:
     """Tag -> (step, content of the file) of every picture of a run, in the order of the file."""
     found: dict[str, list[tuple[int, bytes]]] = {}
-    for path in sorted(folder.iterdir()):
-        for event in events_in(path.read_bytes()):
-            for value in event.summary.value:
-                if value.WhichOneof("value") == "image":
-                    found.setdefault(value.tag, []).append((event.step, value.image.encoded_image_string))
+    for step, value in _values_in(folder, "image"):
+        found.setdefault(value.tag, []).append((step, value.image.encoded_image_string))
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,24 +17,25 @@ from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 
 STATS = NormStats(q01=(-0.5,) * 7, q99=(0.9,) * 7, mask=(True,) * 6 + (False,))
+TOWERS: dict[str, Any] = {
+    "dino": TowerConfig(width=24, depth=3, heads=3, mlp=48),
+    "siglip": TowerConfig(width=32, depth=4, heads=2, mlp=40),
+}
 CONFIG = OpenVLAOFTConfig.tiny(
-    norm_key="desk_no_noops",
-    norm_stats={"desk_no_noops": STATS},
-    gripper="libero",
-    dino=TowerConfig(width=24, depth=3, heads=3, mlp=48),
-    siglip=TowerConfig(width=32, depth=4, heads=2, mlp=40),
-    llm_layers=1,
+    norm_key="desk_no_noops", norm_stats={"desk_no_noops": STATS}, gripper="libero", llm_layers=1, **TOWERS
 )
 TASK = "put the red cube on the white plate"
 DINO, SIGLIP = "vision_backbone.featurizer.", "vision_backbone.fused_featurizer."
+LLAMA = "language_model.model."
 
 
-def some_policy(config: OpenVLAOFTConfig = CONFIG) -> OpenVLAOFTPolicy:
+def some_policy(config: OpenVLAOFTConfig = CONFIG, spread: float = 0.1) -> OpenVLAOFTPolicy:
+    """The same weights every time, large enough to matter everywhere."""
     torch.manual_seed(0)
     policy = OpenVLAOFTPolicy(config).eval()
     with torch.no_grad():
         for parameter in policy.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+            parameter.add_(spread * torch.randn_like(parameter))
     return policy
 
 
@@ -73,12 +75,11 @@ def published_tensors() -> dict[str, Tensor]:
         tensors[f"{SIGLIP}attn_pool.{name}.bias"] = normal(shape[0])
     for name, out, into in (("fc1", 224, 56), ("fc2", 128, 224), ("fc3", 128, 128)):
         tensors |= {f"projector.{name}.weight": normal(out, into), f"projector.{name}.bias": normal(out)}
-    llama = "language_model.model."
     layer = {f"self_attn.{p}_proj": (128, 128) for p in "qkvo"}
     layer |= {"mlp.gate_proj": (384, 128), "mlp.up_proj": (384, 128), "mlp.down_proj": (128, 384)}
     layer |= {"input_layernorm": (128,), "post_attention_layernorm": (128,)}
-    tensors |= {f"{llama}layers.0.{name}.weight": normal(*shape) for name, shape in layer.items()}
-    tensors |= {f"{llama}embed_tokens.weight": normal(512, 128), f"{llama}norm.weight": normal(128)}
+    tensors |= {f"{LLAMA}layers.0.{name}.weight": normal(*shape) for name, shape in layer.items()}
+    tensors |= {f"{LLAMA}embed_tokens.weight": normal(512, 128), f"{LLAMA}norm.weight": normal(128)}
     return tensors | {"language_model.lm_head.weight": normal(512, 128)}
 
 
@@ -97,9 +98,6 @@ def write_published(
     (folder / "config.json").write_text(json.dumps(content))
     save_file(tensors, folder / "model.safetensors")
     return folder
-
-
-LLAMA = "language_model.model."
 
 
 def all_tensors(folder: Path) -> dict[str, Tensor]:

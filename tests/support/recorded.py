@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,9 +12,10 @@ import numpy as np
 
 from asyncrl.fitting.recordings import Recordings, write_part
 from asyncrl.records import DUMMY_ACTION
-from asyncrl.simulators.interface import SimStart, SimulatorSpec
+from asyncrl.simulators.interface import SimulatorSpec
 from asyncrl.simulators.rollout import SimulatedEpisode
-from support import ROOT
+from support import child_environment
+from support.simulated import simulated_episode
 
 KITCHEN: Final = ("open the middle drawer", "push the plate", "turn on the stove")
 
@@ -63,26 +63,15 @@ def recorded_episode(seed: int, spec: SimulatorSpec, frames: int) -> SimulatedEp
     actions[:, -1] = np.where(np.arange(frames) > frames // 2, 1, -1)
     actions[0] = spec.idle
     success = (np.arange(frames) >= frames - 5) & (seed % 2 == 1)
-    numbered = spec.trials > 0
-    return SimulatedEpisode(
-        start=SimStart(
-            name=f"{spec.name}/seed-{seed}",
-            task=spec.tasks[task_id],
-            task_id=task_id if numbered else -1,
-            seed=seed,
-        ),
-        repeat=0,
-        task=spec.tasks[task_id],
-        frames=pictures,
-        more_frames=np.zeros((frames, 0, size, size, 3), np.uint8),
-        states=np.zeros((frames, 0), np.float32),
-        poses=recorded_poses(seed, frames) if spec.poses else np.zeros((frames, 0), np.float32),
-        actions=actions,
-        rewards=success.astype(np.float32),
-        success=success,
-        terminated=False,
-        truncated=not success.any(),
-        seconds=1.0,
+    return simulated_episode(
+        seed,
+        pictures,
+        actions,
+        success,
+        spec.tasks[task_id],
+        recorded_poses(seed, frames) if spec.poses else None,
+        spec.name,
+        task_id if spec.trials else -1,
     )
 
 
@@ -107,12 +96,6 @@ def recordings_of(lengths: Sequence[int], *, size: int = 32, **changes: Any) -> 
         "seeds": np.arange(len(lengths)),
     }
     return Recordings(**arrays | changes)
-
-
-def episode_alone(recordings: Recordings, episode: int) -> Recordings:
-    span = recordings.span(episode)
-    arrays = {name: getattr(recordings, name)[span] for name in ("frames", "actions", "success")}
-    return recordings_of([span.stop - span.start], **arrays)
 
 
 PEAK: Final = """
@@ -141,7 +124,7 @@ def grown_peak(read: str, first: Path, second: Path) -> tuple[int, int]:
         text=True,
         timeout=110,
         check=True,
-        env=os.environ | fixed | {"PYTHONPATH": str(ROOT)},
+        env=child_environment() | fixed,
     )
     pictures, grown = map(int, done.stdout.split())
     return pictures, grown

@@ -88,11 +88,13 @@ def simulated_episode(
     success: np.ndarray,
     task: str = TASKS[0],
     poses: np.ndarray | None = None,
+    simulator: str = "counting",
+    task_id: int = -1,
 ) -> SimulatedEpisode:
     """An episode of one camera without states, of which this is known."""
     count = len(frames)
     return SimulatedEpisode(
-        start=SimStart(name=f"counting/seed-{seed}", task=task, seed=seed),
+        start=SimStart(name=f"{simulator}/seed-{seed}", task=task, task_id=task_id, seed=seed),
         repeat=0,
         task=task,
         frames=frames,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 
-from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.records import StartState
 from asyncrl.rewards.files import RewardConfig
@@ -21,6 +22,7 @@ from asyncrl.worlds.wan.vae import VaeConfig, WanVae
 from asyncrl.worlds.wan.world import WanWorld, save_world
 
 GROUP_SIZE = 2
+NANO_VAE = replace(VaeConfig.tiny(), base_dim=4, decoder_base_dim=4)
 SIZE = 64
 POSE = (-0.1, 0.02, 0.88, 0.1, 0.0, 0.0, 1.0, 0.5)
 """Of the hand, in every start state."""
@@ -28,6 +30,24 @@ POSE = (-0.1, 0.02, 0.88, 0.1, 0.0, 0.0, 1.0, 0.5)
 
 def count_parameters(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def nano_wan(steps: int, **about: Any) -> WanWorld:
+    """The smallest Wan world with the tabletop's pictures, of weights that are random now."""
+    size = TransformerConfig(heads=2, head_dim=24, layers=2, ffn_dim=40, channels=32, patch=2, freq_dim=32)
+    transformer = ActionWanTransformer(size)
+    world = WanWorld(transformer, WanVae(NANO_VAE), image_size=SIZE, schedule_steps=steps, **about)
+    for module in (world.transformer, world.vae):
+        module.eval().requires_grad_(False)
+    return world
+
+
+def small_policy(**changes: Any) -> OpenVLAOFTPolicy:
+    """A policy of random weights in eval mode, always the same, at the tabletop's picture size."""
+    torch.manual_seed(0)
+    tower = TowerConfig(width=48, depth=2, heads=2, mlp=96)
+    sizes = {"dino": tower, "siglip": tower, "llm_layers": 2} | changes
+    return OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(**sizes)).eval()
 
 
 def write_wan(folder: Path) -> None:

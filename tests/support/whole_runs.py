@@ -12,6 +12,8 @@ import zlib
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
+
 from asyncrl import cli
 from support import ROOT
 from support.chaos_run import marked
@@ -49,11 +51,17 @@ def rows(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def exit_code(arguments: list[str]) -> int:
+def exit_code(arguments: list[str], command: str = "train") -> int:
     try:
-        return cli.run("train", arguments)
+        return cli.run(command, arguments)
     except SystemExit as end:  # How tyro refuses a flag.
         return int(end.code or 0)
+
+
+def refused(capsys: pytest.CaptureFixture[str], command: str, arguments: list[str]) -> str:
+    """What a call says that ends with code 2, without line breaks and frames."""
+    assert exit_code(arguments, command) == 2
+    return " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
 def reach(run: Path, updates: int, process: subprocess.Popen[Any], deadline: float) -> None:

@@ -15,9 +15,10 @@ from asyncrl import registry
 from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
 from asyncrl.launch.named_models import named_policy, named_world
+from asyncrl.storage.weight_files import names_in
 from asyncrl.worlds import files as kinds
 from asyncrl.worlds.evac import files as evac
-from support import fourth_kind
+from asyncrl.worlds.opensora.world import OpenSoraWorld
 from support.tiny_models import WORLDS
 
 TITLES = {"wan": "Wan", "opensora": "OpenSora", "evac": "EVAC"}
@@ -124,20 +125,29 @@ def test_what_is_neither_policy_nor_world_is_refused_as_no_policy(tmp_path: Path
         named_policy(str(write_tensors(tmp_path / "x", ("a.weight",))))
 
 
+FOURTH_MARK = "fourth.weight"
+
+
+class FourthWorld(OpenSoraWorld):
+    """Draws as OpenSora does."""
+
+
+def lacks(folder: Path) -> str:
+    return "" if FOURTH_MARK in names_in(folder) else f"no tensor {FOURTH_MARK} in its *.safetensors"
+
+
 def test_a_fourth_kind_is_one_entry_of_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fourth = kinds.Kind(
-        title="Fourth", world="support.fourth_kind:FourthWorld", recogniser="support.fourth_kind:lacks"
-    )
+    fourth = kinds.Kind(title="Fourth", world=f"{__name__}:FourthWorld", recogniser=f"{__name__}:lacks")
     monkeypatch.setitem(kinds.KINDS, "fourth", fourth)
-    folder = write_tensors(tmp_path / "world", (fourth_kind.MARK,))
-    assert named_world(str(folder)).kind is fourth_kind.FourthWorld
+    folder = write_tensors(tmp_path / "world", (FOURTH_MARK,))
+    assert named_world(str(folder)).kind is FourthWorld
     with pytest.raises(CheckpointError, match=r"is a world model \(Fourth's\)"):
         named_policy(str(folder))
     other = write_tensors(tmp_path / "other", ("a.weight",))
     with pytest.raises(CheckpointError, match=r"Fourth's \(no tensor fourth\.weight"):
         named_world(str(other))
     (other / "world.json").write_text(json.dumps({"kind": "fourth"}))
-    assert named_world(str(other)).kind is fourth_kind.FourthWorld
+    assert named_world(str(other)).kind is FourthWorld
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,6 @@ from asyncrl.fitting.autoencoder import reconstruction_loss
 from asyncrl.fitting.fit_decoder import OPENING, ImaginedVideos, compare, fit_decoder, imagine_episodes, psnr
 from asyncrl.fitting.loop import Schedule
 from asyncrl.policies.interface import SamplingParams
-from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
-from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.rewards.files import RewardConfig
 from asyncrl.rewards.resnet import ResNetReward, RewardNetwork
 from asyncrl.storage.assets import start_states_path, world_folder
@@ -34,10 +32,9 @@ from asyncrl.worlds.wan.tiny_decoder import (
     load_decoder,
     save_decoder,
 )
-from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
-from asyncrl.worlds.wan.vae import VaeConfig, WanVae, decode_stream
+from asyncrl.worlds.wan.vae import decode_stream
 from asyncrl.worlds.wan.world import WanWorld
-from support.tiny_models import start_state
+from support.tiny_models import nano_wan, small_policy, start_state
 from support.worlds import load_world
 
 NANO = TinyDecoderConfig(z_dim=32, widths=(8, 6, 8, 10), blocks=(1, 2, 1, 1))
@@ -235,18 +232,11 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path: Path, change: dict, messa
 
 def nano_world() -> WanWorld:
     torch.manual_seed(2)
-    size = TransformerConfig(heads=2, head_dim=24, layers=2, ffn_dim=40, channels=32, patch=2, freq_dim=32)
-    vae = WanVae(replace(VaeConfig.tiny(), base_dim=4, decoder_base_dim=4))
-    world = WanWorld(ActionWanTransformer(size), vae, image_size=64, schedule_steps=1)
-    for module in (world.transformer, world.vae):
-        module.eval().requires_grad_(False)
-    return world
+    return nano_wan(1)
 
 
 def imagine(world: WanWorld, count: int, batch: int) -> ImaginedVideos:
-    torch.manual_seed(3)
-    tower = TowerConfig(width=48, depth=2, heads=2, mlp=48)
-    policy = OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(dino=tower, siglip=tower, llm_layers=1)).eval()
+    policy = small_policy(llm_layers=1)
     starts = [start_state(seed, task=TASK) for seed in range(count)]
     return imagine_episodes(world, policy, SAMPLING, starts, decisions=2, batch=batch, seed=5, name="imagine")
 

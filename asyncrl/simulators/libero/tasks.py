@@ -48,9 +48,8 @@ def instruction(name: str) -> str:
     'put the black bowl in it'
     """
     words = name.split("_")
-    if name[0].isupper():
-        words = words[next(i for i, word in enumerate(words) if word.startswith("SCENE")) + 1 :]
-    return " ".join(words).lower()
+    scene = next((place for place, word in enumerate(words) if word.startswith("SCENE")), -1)
+    return " ".join(words[scene + 1 :]).lower()
 
 
 def bddl_file(suite: str, task_id: int) -> Path:
