@@ -310,12 +310,6 @@ def test_the_statistics_tell_the_gripper_of_a_folder_from_elsewhere(
     assert open_folder(source, PublishedOptions(gripper="none", chunk=5)).config.gripper == "none"
 
 
-def test_an_export_remembers_its_conventions(tmp_path: Path) -> None:
-    policy = some_policy(OpenVLAOFTConfig.from_json(CONFIG.to_json() | {"stop_token": True, "chunk": 5}))
-    export_openvla(policy, tmp_path / "out")
-    assert open_folder(tmp_path / "out").config == policy.config
-
-
 # --- what does not fit --------------------------------------------------------
 
 
