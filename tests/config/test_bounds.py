@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,12 +128,6 @@ def test_a_file_of_settings_that_cannot_be_read_is_named(name: str, tmp_path: Pa
     (tmp_path / file).write_bytes(content)
     with pytest.raises(ConfigError, match=why):
         load_file(tmp_path / file)
-
-
-def test_every_setting_of_a_run_is_read_back_from_its_config_json(tmp_path: Path) -> None:
-    config = TrainConfig(seed=2**63 - 1, batch_timeout=10**6, run_dir="läufe/x")
-    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
-    assert load_file(tmp_path / "config.json") == config
 
 
 def test_a_bound_is_said_on_the_command_line_with_code_two(capsys: pytest.CaptureFixture[str]) -> None:

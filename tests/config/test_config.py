@@ -19,7 +19,6 @@ from asyncrl.config.sections import (
     LearnerSettings,
     OptimizerSettings,
     ReplaySettings,
-    WeightSettings,
 )
 from asyncrl.errors import ConfigError
 from asyncrl.launch.simulated import refuse_idle
@@ -54,25 +53,6 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) 
     assert config == TrainConfig(updates=9, seed=5, actor=ActorSettings(slots=3, max_decisions=2))
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
-    config = TrainConfig(
-        updates=11,
-        algorithm=AlgorithmSettings(kind="ppo"),
-        optimizer=OptimizerSettings(learning_rate=3e-5),
-        correction=CorrectionSettings(kind="vtrace"),
-        weights=WeightSettings(transport="nccl", timeout=9.5),
-    )
-    path = tmp_path / "config.json"
-    path.write_text(to_json(config))
-    assert load_file(path) == config
-
-
-def test_overlay_leaves_the_original_alone() -> None:
-    config = TrainConfig()
-    changed = overlay(config, {"replay": {"max_lag": 5}}, "here")
-    assert (config.replay.max_lag, changed.replay.max_lag, changed.replay.group_timeout) == (2, 5, 300.0)
-
-
 def test_a_whole_number_may_stand_for_a_real_one() -> None:
     assert overlay(TrainConfig(), {"batch_timeout": 30}, "here").batch_timeout == 30.0
 
@@ -96,11 +76,6 @@ def test_a_whole_number_may_stand_for_a_real_one() -> None:
 def test_a_wrong_file_is_answered_with_what_is_wrong(tmp_path: Path, text: str, answer: str) -> None:
     with pytest.raises(ConfigError, match=answer):
         load_file(toml(tmp_path, text))
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"absent\.toml cannot be read"):
-        load_file(tmp_path / "absent.toml")
 
 
 @pytest.mark.parametrize(
@@ -144,14 +119,6 @@ def test_a_setting_may_be_a_number_or_a_word(tmp_path: Path) -> None:
         (tmp_path / "a.toml").write_text(f"[actor]\nsuccess_frames = {wrong}\n")
         with pytest.raises(ConfigError, match=r"success_frames is .*, expected int like 1, or 'last'"):
             load_file(tmp_path / "a.toml")
-
-
-def test_a_bad_flag_exits_with_two_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        parse(["--algorithm.group-size", "1"])
-    assert left.value.code == 2
-    said = " ".join((capsys.readouterr().err).replace("│", " ").split())
-    assert "advantage is always zero" in said
 
 
 @pytest.mark.parametrize(
