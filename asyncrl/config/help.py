@@ -108,7 +108,8 @@ def _described(settings: Any, name: str) -> tuple[str, str]:
     for section in sections:
         settings = getattr(settings, section)
     value = getattr(settings, last)
-    default = "" if isinstance(value, bool) or value in ("", (), Path()) else f" ({_words(value)})"
+    words = " ".join(map(str, value)) if isinstance(value, tuple) else value
+    default = "" if isinstance(value, bool) or value in ("", (), Path()) else f" ({words})"
     first = re.split(r"[.:;](?=\s|$)", _docstrings(type(settings))[last])[0]
     flag = f"--{name.replace('_', '-')} {_value_name(typing.get_type_hints(type(settings))[last])}"
     return flag.rstrip(), first + default
@@ -116,10 +117,6 @@ def _described(settings: Any, name: str) -> tuple[str, str]:
 
 def _about(settings: type) -> str:
     return inspect.cleandoc(settings.__doc__ or "")
-
-
-def _words(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _value_name(hint: Any) -> str:
