@@ -26,7 +26,6 @@ from asyncrl.replay.store import PATTERN
 from asyncrl.replay_tools.cleanup import expendable, resume_version
 from asyncrl.replay_tools.episodes import NOTHING, group_file_or_none, read_outcomes, table, warn, watched
 from asyncrl.storage import run_owner
-from asyncrl.storage.atomic import flush
 from asyncrl.storage.run_folder import (
     LEFT_BY_EVALUATOR,
     METRICS,
@@ -107,8 +106,6 @@ class Gc(_Look):
                     found = list(leftovers_of(run, state, self.keep_checkpoints))
                     for one in found:
                         _delete(one)
-                    for folder in {one.path.parent for one in found}:
-                        flush(folder)
                 return found
             except FolderInUse as error:
                 warn(str(error))
