@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from importlib import import_module
 
 import pytest
 
@@ -77,12 +76,6 @@ def test_an_error_of_ours_is_one_line_and_code_one(
     monkeypatch.setitem(cli.COMMANDS, "fails", f"{__name__}:fails")
     assert cli.run("fails", ["x"]) == 1
     assert capsys.readouterr().err == "asyncrl fails: nothing there for x\n"
-
-
-@pytest.mark.parametrize("command", sorted(cli.COMMANDS))
-def test_every_command_of_the_table_exists(command: str) -> None:
-    module, function = cli.COMMANDS[command].split(":")
-    assert callable(getattr(import_module(module), function))
 
 
 def shell(command: str, **environ: str) -> subprocess.CompletedProcess[str]:
