@@ -9,7 +9,6 @@ library.
 from __future__ import annotations
 
 import dataclasses
-import math
 import typing
 from dataclasses import dataclass
 from functools import cache
@@ -67,7 +66,7 @@ class Positive(Within):
         super().__init__(0, highest, why, remedy, open_below=True)
 
 
-_ANY: Final = Within(-MOST, MOST, "it is too small.", "Use a larger one.")
+_ANY: Final = Within(-MOST, MOST, "it is no number, or too small.", "Use another one.")
 
 
 class Bounded:
@@ -86,10 +85,12 @@ class Bounded:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             flag = self.SECTION + field.name.replace("_", "-")
             value: Any = getattr(self, field.name)
-            for bound in bounds[field.name]:
-                bound.check(flag, value)
             for part in value if isinstance(value, tuple) else (value,):
-                _check_any(flag, part, bounded=bool(bounds[field.name]))
+                if isinstance(part, str | Path):
+                    _check_text(flag, str(part))
+                elif isinstance(part, int | float):
+                    for bound in bounds[field.name] or (_ANY,):
+                        bound.check(flag, part)
 
 
 def check_path(flag: str, text: str) -> None:
@@ -108,22 +109,16 @@ def shown(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def _check_any(flag: str, value: object, *, bounded: bool) -> None:
-    """Refuse numbers without bounds, and texts that can be neither a file's name nor JSON."""
-    if isinstance(value, str | Path):
-        try:
-            valid = b"\0" not in str(value).encode()
-        except UnicodeEncodeError:
-            valid = False
-        if not valid:
-            raise ConfigError(
-                f"--{flag} is {shown(ascii(str(value)))}, which has a byte that is not UTF-8 text. Write it "
-                "anew."
-            )
-    elif isinstance(value, int | float) and not bounded:
-        if math.isnan(value):
-            raise ConfigError(f"--{flag} is {value}, which is no number. Use one.")
-        _ANY.check(flag, value)
+def _check_text(flag: str, text: str) -> None:
+    """Refuse a text that can be neither a file's name nor JSON."""
+    try:
+        valid = b"\0" not in text.encode()
+    except UnicodeEncodeError:
+        valid = False
+    if not valid:
+        raise ConfigError(
+            f"--{flag} is {shown(ascii(text))}, which has a byte that is not UTF-8 text. Write it anew."
+        )
 
 
 def _refuse(flag: str, value: float, why: str) -> typing.NoReturn:
