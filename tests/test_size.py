@@ -13,8 +13,8 @@ ROOT = Path(__file__).parent.parent
 CEILINGS = {
     "": (1020, 8),
     "actors": (1300, 5),
-    "commands": (3192, 15),
-    "config": (1268, 7),
+    "commands": (3189, 15),
+    "config": (1260, 7),
     "devices": (580, 5),
     "doctor": (1359, 7),
     "evaluation": (1003, 6),
