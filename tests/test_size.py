@@ -27,7 +27,7 @@ CEILINGS = {
     "replay": (4435, 19),
     "replay_tools": (1830, 9),
     "rewards": (589, 5),
-    "simulators": (4225, 22),
+    "simulators": (4215, 22),
     "storage": (2699, 12),
     "weights": (2500, 12),
     "worlds": (5858, 25),

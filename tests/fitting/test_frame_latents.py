@@ -342,7 +342,7 @@ def test_the_tabletops_camera_is_the_simulators() -> None:
     from asyncrl.simulators.interface import SimStart
     from asyncrl.simulators.tabletop.scene import CAMERA, Table
 
-    table = Table(64, render=False, supersample=1)
+    table = Table(64, render=False)
     table.reset(SimStart(name="tabletop/seed-0", task=""))
     number = table.model.camera(CAMERA).id
     axes, position = table.data.cam_xmat[number].reshape(3, 3), table.data.cam_xpos[number]

@@ -37,7 +37,7 @@ def case(name: str, *settings: str, slow: bool = False, horizon: int = 0) -> Cas
 CASES = [
     case(COUNTING),
     case(COUNTING, "trials=3"),
-    case("tabletop", "supersample=1"),
+    case("tabletop"),
     *(case(DOT, f"mode={mode}") for mode in ("DISABLED", "NEXT_STEP", "SAME_STEP")),
     case("libero_spatial", "wrist=false", slow=True),
     *(case(f"libero_{suite}", "wrist=false", slow=True) for suite in ("object", "goal", "10")),

@@ -17,7 +17,7 @@ needs_opengl = pytest.mark.skipif(find_backend() is None, reason="no OpenGL libr
 
 
 def table(render=False):
-    return Table(64, render=render, supersample=3)
+    return Table(64, render=render)
 
 
 def start(seed):

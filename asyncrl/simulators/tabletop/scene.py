@@ -37,6 +37,7 @@ TRANSLATION: Final = 0.06  # Metres per step at action 1.
 ROTATION: Final = 0.25  # Radians per step at action 1.
 HOME: Final = (0.0, 0.1743, 0.0, -2.3999, 0.0, 2.5742, 0.7854)  # Tool at (0.50, 0, 0.14), straight down.
 CAMERA: Final = "front"
+SUPERSAMPLE: Final = 3  # Pictures are drawn so many times larger and averaged down.
 
 PHYSICS_STEPS: Final = 20  # Physics steps of 5 ms in one step.
 TOOL_LOW: Final = (0.30, -0.30, 0.010)
@@ -49,16 +50,16 @@ _CLEARANCE = 0.115  # Least distance of objects at reset: fingers must fit betwe
 
 
 @functools.cache
-def _shared_renderer(size: int, supersample: int) -> Renderer:
+def _shared_renderer(size: int) -> Renderer:
     """Make one OpenGL context per process and picture size: every `Table` has the same geometry."""
     require_backend()
     model = _load_model()
-    model.vis.global_.offwidth = model.vis.global_.offheight = size * supersample
+    model.vis.global_.offwidth = model.vis.global_.offheight = size * SUPERSAMPLE
     renderer = Renderer(
         model,
         [CAMERA],
         size=size,
-        supersample=supersample,
+        supersample=SUPERSAMPLE,
         most_shapes=100,
         without=("SHADOW", "REFLECTION", "SKYBOX"),
     )
@@ -73,8 +74,8 @@ def _load_model() -> Any:
 class Table:
     """Put the named cube on the named plate. Deterministic: seed and actions decide everything."""
 
-    def __init__(self, image_size: int, *, render: bool, supersample: int) -> None:
-        self._renderer = _shared_renderer(image_size, supersample) if render else None
+    def __init__(self, image_size: int, *, render: bool) -> None:
+        self._renderer = _shared_renderer(image_size) if render else None
         self._mujoco = load_mujoco()
         self.model = _load_model()
         self.data = self._mujoco.MjData(self.model)

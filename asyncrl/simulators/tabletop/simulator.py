@@ -154,26 +154,19 @@ class Tabletop(OneByOne[Table]):
         image_size: Side of the picture in pixels, 16..512; 0: 64.
         horizon: Steps until an episode is truncated; 0: `MAX_STEPS`.
         render: False leaves the pictures out (all are ``[0, 0, 3]``) and needs no OpenGL.
-        supersample: The picture is drawn this many times larger and averaged down.
     """
 
     any_image_size = True
 
-    def __init__(self, *, places: int = 1, render: bool = True, supersample: int = 3, **sizes: int) -> None:
+    def __init__(self, *, places: int = 1, render: bool = True, **sizes: int) -> None:
         spec = self.describe(places=places, render=render, **sizes)
         side = sizes.get("image_size") or IMAGE_SIZE
-        tables = [Table(side, render=render, supersample=supersample) for _ in range(places)]
+        tables = [Table(side, render=render) for _ in range(places)]
         super().__init__(spec, tables)
 
     @classmethod
     def describe(
-        cls,
-        *,
-        places: int = 1,
-        image_size: int = 0,
-        horizon: int = 0,
-        render: bool = True,
-        supersample: int = 3,
+        cls, *, places: int = 1, image_size: int = 0, horizon: int = 0, render: bool = True
     ) -> SimulatorSpec:
         """Return the spec, without building a scene."""
         size = image_size or IMAGE_SIZE
