@@ -120,7 +120,7 @@ class _WorkerProcess:
                 unsent, self._unsent = self._unsent, []
                 for request in unsent:
                     self.send(request)
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # It died, perhaps within a message.
             raise self._dead() from None
         return found
 

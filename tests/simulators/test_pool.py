@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import select
 import signal
@@ -115,6 +116,24 @@ def test_a_worker_that_is_built_slowly_has_its_time_to_answer_all_the_same() -> 
         answers = [answer for _ in range(pool.slots) for answer in pool.ready(20.0)]
     assert {answer.slot for answer in answers} == {0, 1}
     assert [answer.lost for answer in answers] == ["", ""]
+
+
+@pytest.mark.multiprocess
+def test_a_worker_that_dies_within_a_message_is_lost() -> None:
+    with SimulatorPool(source(1), workers=1) as pool:
+        pool.reset(0, random_start(pool.spec, 7))
+        take(pool, 1)
+        member = pool._members[0]
+        assert isinstance(member, pools._WorkerProcess)
+        member.pipe.close()
+        member.pipe, theirs = multiprocessing.Pipe()
+        os.write(
+            theirs.fileno(), (1000).to_bytes(4, "big") + b"[{"
+        )  # The length of a message, and its begin.
+        theirs.close()
+        member.process.kill()
+        (answer,) = pool.ready(10)
+        assert "died with exit code" in answer.lost
 
 
 def test_a_pool_that_loses_worker_after_worker_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
