@@ -6,9 +6,9 @@ from asyncrl import cli
 from asyncrl.simulators.libero import light, tasks
 
 
-def test_a_suite_that_is_not_one_is_answered_with_the_nearest(capsys):
+def test_a_suite_that_is_not_one_is_answered_with_those_there_are(capsys):
     assert cli.run("simulators", ["lite", "libero_spatail"]) == 2
-    assert "Perhaps you meant 'libero_spatial'" in capsys.readouterr().err
+    assert "There are: libero_spatial, libero_object" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", [["--faces", "3"], ["--texture", "1"]])
