@@ -89,7 +89,8 @@ HELP: Final = ShortHelp(
 def main(arguments: list[str]) -> int:
     """Convert and print a report."""
     config = HELP.parse(ConvertConfig, arguments, shown=ConvertConfig(source="", out=Path()))
-    _check(config)
+    if config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
+        raise ConfigError(f"{config.out} exists and is not an empty folder. Name another folder to write to.")
     source = Path(config.source)
     if (source / "world.json").is_file():
         from asyncrl.worlds.files import convert_world
@@ -208,8 +209,3 @@ def missing(done: ConversionReport) -> list[str]:
         "trust_remote_code=True). The published folder that training began with has them: --original FOLDER "
         "carries them over, or copy them (of config.json its auto_map)",
     ]
-
-
-def _check(config: ConvertConfig) -> None:
-    if config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
-        raise ConfigError(f"{config.out} exists and is not an empty folder. Name another folder to write to.")

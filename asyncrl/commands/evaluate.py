@@ -224,8 +224,11 @@ def check_json(path: str) -> None:
 
 
 def _evaluate(config: EvaluateConfig, run: RunSettings | None) -> None:
-    from asyncrl.evaluation.contact_sheet import PAIRS, check_imagines, write_contact_sheet
-    from asyncrl.launch.named_models import named_policy
+    import torch
+
+    from asyncrl.config.sections import ImaginationSettings
+    from asyncrl.evaluation.contact_sheet import PAIRS, check_imagines, check_suffix, write_contact_sheet
+    from asyncrl.launch.named_models import named_policy, named_world
     from asyncrl.launch.own_device import take_device
     from asyncrl.policies.interface import SamplingParams
     from asyncrl.simulators.pool import SimulatorPool
@@ -236,7 +239,11 @@ def _evaluate(config: EvaluateConfig, run: RunSettings | None) -> None:
         named = named_policy(config.checkpoint, config.policy_settings)
         policy, checkpoint = named.load(take_device(config.device)), str(named.folder)
         act = acting(policy, SamplingParams(temperature=config.temperature, top_k=config.top_k), config.rows)
-    world = _world_of_video(config) if config.video else None
+    world: World[Any] | None = None
+    if config.video:  # Its errors come before the episodes are played.
+        check_suffix(Path(config.video))
+        imagining = named_world(config.world, config.world_settings)
+        world = imagining.load(torch.device("cpu"), ImaginationSettings())
     size, kind = config.image_size, registry.resolve("simulator", config.simulator)
     if policy is not None and not size and getattr(kind, "any_image_size", False):
         size = policy.image_size
@@ -303,19 +310,6 @@ def _write(
         write_curves(folder, {checkpoint_version(Path(checkpoint)) or 0: values})
     if config.movies:
         print(f"{len(episodes)} movies in {config.movies}")
-
-
-def _world_of_video(config: EvaluateConfig) -> World[Any]:
-    """Load the world of --video, so that errors come before the episodes are played."""
-    import torch
-
-    from asyncrl.config.sections import ImaginationSettings
-    from asyncrl.evaluation.contact_sheet import check_suffix
-    from asyncrl.launch.named_models import named_world
-
-    check_suffix(Path(config.video))
-    named = named_world(config.world, config.world_settings)
-    return named.load(torch.device("cpu"), ImaginationSettings())
 
 
 def _movie_writer(config: EvaluateConfig) -> Callable[[SimulatedEpisode], None] | None:

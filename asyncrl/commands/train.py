@@ -79,7 +79,9 @@ def main(arguments: list[str]) -> int:
     ranks = ranks_named(config.placement)
     if ranks > 1 and "RANK" not in os.environ and not config.inline:
         checked_placement(config, ranks)  # Errors come before torchrun starts.
-        _become_torchrun(ranks, arguments)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        os.execv(sys.executable, [sys.executable, *torchrun, "-m", "asyncrl", "train", *arguments])  # noqa: S606
     if os.environ.get("RANK", "0") == "0":
         # The first sign of life: importing torch and loading models takes seconds.
         print(f"asyncrl {__version__}: loads world {config.world} and policy {config.policy}", flush=True)
@@ -126,9 +128,3 @@ def _with_decay(config: TrainConfig, begun: TrainConfig) -> TrainConfig:
     falls_already = before.schedule != "constant"
     end = (before.decay_updates or begun.updates) if falls_already else config.updates
     return replace(config, optimizer=replace(chosen, decay_updates=end))
-
-
-def _become_torchrun(ranks: int, arguments: list[str]) -> None:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    os.execv(sys.executable, [sys.executable, *torchrun, "-m", "asyncrl", "train", *arguments])  # noqa: S606
