@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 CEILINGS = {
     "": (1020, 8),
     "actors": (1300, 5),
-    "commands": (3189, 15),
+    "commands": (3172, 15),
     "config": (1260, 7),
     "devices": (580, 5),
     "doctor": (1359, 7),
