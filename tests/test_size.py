@@ -28,7 +28,7 @@ CEILINGS = {
     "replay_tools": (1830, 9),
     "rewards": (589, 5),
     "simulators": (4215, 22),
-    "storage": (2699, 12),
+    "storage": (2630, 12),
     "weights": (2500, 12),
     "worlds": (5858, 25),
 }

@@ -22,7 +22,6 @@ from asyncrl.registry import as_texts
 from asyncrl.storage.untrusted import load_json, parse_json, read_bytes, shortened
 
 SUFFIXES: Final = (".toml", ".json")
-MOST_BYTES: Final = 2**20
 """Largest file of settings."""
 PARTS: Final = ("policy", "world", "reward")
 """Settings that may be a table: ``[world] name = "my.worlds:Mine@DIR"`` and ``[world.settings]``."""
@@ -96,7 +95,7 @@ def load_files(paths: Sequence[Path]) -> TrainConfig:
 def _read(path: Path) -> dict[str, Any]:
     of_run = path.suffix == ".json"
     try:
-        raw = read_bytes(path, MOST_BYTES)
+        raw = read_bytes(path)
         table = parse_json(raw) if of_run else tomllib.loads(raw.decode("utf-8"))
     except OSError as error:
         raise ConfigError(
@@ -136,7 +135,7 @@ def existing_settings(
 def gone_settings(path: Path) -> str:
     """Name the settings of a run's config.json that no longer exist, unless they were off; empty if none."""
     try:
-        gone = existing_settings(load_json(path, MOST_BYTES))[1]
+        gone = existing_settings(load_json(path))[1]
     except (OSError, ValueError):  # Reported where the file is loaded.
         return ""
     return ", ".join(f"--{flag} {value}" for flag, value in gone.items() if value not in _OFF)

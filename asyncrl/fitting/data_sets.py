@@ -27,7 +27,6 @@ from asyncrl.simulators.rollout import SimulatedEpisode
 _log = logging.getLogger(__name__)
 EPISODE_BYTES: Final = 4 * 2**30  # Pictures of one episode, as placed; one episode is in memory at a time.
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "BMP")
-FILE_BYTES: Final = 64 * 2**20  # Largest file with one picture.
 AS_STORED: Final = DataSetSettings()
 
 

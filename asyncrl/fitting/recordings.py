@@ -30,7 +30,7 @@ from asyncrl.records import POSE_DIM
 from asyncrl.simulators.interface import SimStart
 from asyncrl.simulators.rollout import SimulatedEpisode
 from asyncrl.storage.atomic import replacing
-from asyncrl.storage.untrusted import attribute_of, dataset_in, open_hdf5
+from asyncrl.storage.untrusted import dataset_in, open_hdf5
 
 if TYPE_CHECKING:
     import h5py
@@ -264,7 +264,7 @@ def is_recording(path: Path) -> bool:
     """Return True if a file is a recording of any version."""
     try:
         with open_hdf5(path) as file:
-            return str(attribute_of(file, "format")).startswith("asyncrl-recordings-")
+            return str(file.attrs["format"]).startswith("asyncrl-recordings-")
     except UNREADABLE:
         return False
 
@@ -328,8 +328,8 @@ def read_part(path: Path) -> RecordingFile:
         part = RecordingFile(
             path=path,
             looks=Looks(
-                simulator=str(attribute_of(file, "simulator")),
-                cameras=tuple(json.loads(str(attribute_of(file, "cameras")))),
+                simulator=str(file.attrs["simulator"]),
+                cameras=tuple(json.loads(str(file.attrs["cameras"]))),
                 height=frames.shape[1],
                 width=frames.shape[2],
                 action_dim=actions.shape[1],
@@ -349,7 +349,7 @@ def read_part(path: Path) -> RecordingFile:
 
 
 def _rate_in(file: h5py.File) -> float:
-    about = json.loads(str(attribute_of(file, "about"))) if "about" in file.attrs else {}
+    about = json.loads(str(file.attrs["about"])) if "about" in file.attrs else {}
     rate = about.get(RATE, 0) if isinstance(about, dict) else 0
     return float(rate) if isinstance(rate, int | float) else 0.0
 
@@ -371,7 +371,7 @@ def _check(part: RecordingFile) -> None:
 def _opened(path: Path) -> Iterator[h5py.File]:
     try:
         with open_hdf5(path) as file:
-            if (found := attribute_of(file, "format")) != FORMAT:
+            if (found := file.attrs["format"]) != FORMAT:
                 raise ConfigError(f"{path} has format {found!r}, expected {FORMAT!r}. Collect it again.")
             yield file
     except ConfigError:

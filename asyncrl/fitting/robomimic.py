@@ -26,7 +26,7 @@ from asyncrl.simulators.interface import SimStart, hand_pose, plain_task
 from asyncrl.simulators.libero.scene import OPEN, quaternion_of
 from asyncrl.simulators.libero.tasks import instruction
 from asyncrl.simulators.rollout import SimulatedEpisode
-from asyncrl.storage.untrusted import attribute_of, dataset_in, described_in, group_in, open_hdf5, parse_json
+from asyncrl.storage.untrusted import dataset_in, group_in, open_hdf5, parse_json
 
 _STATES: Final = (
     ("robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos"),
@@ -218,7 +218,7 @@ class RobomimicFile(DataSet):
             return self._numbers(file, name, self.success, "success")[:, 0] > 0.5
         nothing, demo = np.zeros(len(rewards), bool), group_in(file, f"data/{name}")
         if self.settings.success != NONE and "success" in demo.attrs:
-            nothing[-1] = bool(attribute_of(demo, "success"))
+            nothing[-1] = bool(demo.attrs["success"])
         elif self.settings.success != NONE and _is_sparse(rewards):
             return rewards > 0
         return nothing
@@ -226,7 +226,7 @@ class RobomimicFile(DataSet):
     def _task(self, file: h5py.File, name: str) -> str:
         data, demo = group_in(file, "data"), group_in(file, f"data/{name}")
         task: Any = self.settings.task
-        task = task or ("task" in demo.attrs and attribute_of(demo, "task"))
+        task = task or ("task" in demo.attrs and demo.attrs["task"])
         task = task or _json_of(demo, "ep_meta").get("lang")
         task = task or _json_of(data, "problem_info").get("language_instruction")
         if not isinstance(task, str) or not plain_task(task):
@@ -266,13 +266,13 @@ class LiberoFile(RobomimicFile):
     def _check_kind(self, file: h5py.File) -> None:
         data = group_in(file, "data")
         demo, convention = group_in(data, self.demos[0]), "macros_image_convention"
-        upright = convention in data.attrs and str(attribute_of(data, convention)) == "opencv"
+        upright = convention in data.attrs and str(data.attrs[convention]) == "opencv"
         self.settings = replace(
             self.settings,
             flip="none" if upright else "vertical",
             success="rewards" if "rewards" in demo else "dones",
         )
-        told = parse_json(str(attribute_of(data, "problem_info")).encode())["language_instruction"]
+        told = parse_json(str(data.attrs["problem_info"]).encode())["language_instruction"]
         stem = self.path.stem  # It has the simulator's wording where it is named as published.
         named = instruction(stem.removesuffix("_demo")) if stem.endswith("_demo") else ""
         self.instruction = named or "".join(told).strip(' ".').lower()
@@ -352,7 +352,7 @@ def _json_of(group: h5py.Group, name: str) -> dict[str, Any]:
     if name not in group.attrs:
         return {}
     try:
-        found = attribute_of(group, name)
+        found = group.attrs[name]
         return parse_json(found if isinstance(found, bytes) else str(found).encode())
     except ValueError:
         return {}
@@ -360,7 +360,7 @@ def _json_of(group: h5py.Group, name: str) -> dict[str, Any]:
 
 def _described(group: h5py.Group, name: str) -> h5py.Dataset | None:
     try:
-        return described_in(group, name)
+        return dataset_in(group, name)
     except TypeError:  # A group, or a link to another file.
         return None
 

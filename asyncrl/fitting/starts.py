@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from asyncrl.errors import ConfigError, first_line
-from asyncrl.fitting.data_sets import FILE_BYTES, decode_picture, place_picture
+from asyncrl.fitting.data_sets import decode_picture, place_picture
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.settings import DataSetSettings
 from asyncrl.records import ACTION_DIM, CHUNK, StartState
@@ -153,7 +153,7 @@ def picture_starts(
 
 def _placed(file: Path, settings: DataSetSettings) -> NDArray[np.uint8]:
     try:
-        frame = place_picture(decode_picture(read_bytes(file, FILE_BYTES)), settings)
+        frame = place_picture(decode_picture(read_bytes(file)), settings)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: {first_line(error)}. Write it again, or leave it out.") from error
     if frame.shape[0] != frame.shape[1]:

@@ -47,7 +47,7 @@ from asyncrl.launch.own_device import take_device
 from asyncrl.launch.simulated import SimulatorFiles
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import process_status, waits
-from asyncrl.observability.logger import LARGEST_PICTURE, SHEET, VIDEOS, picture_name
+from asyncrl.observability.logger import SHEET, VIDEOS, picture_name
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy
 from asyncrl.simulators.build import SimulatorSource
@@ -333,7 +333,7 @@ def _pictures_of(run_dir: Path, row: EvaluatedVersion) -> dict[str, bytes]:
         suffix = Path(path).suffix
         if suffix in _SHOWN:
             try:
-                found[tag] = read_bytes(run_dir / picture_name(row.version, suffix), LARGEST_PICTURE)
-            except OSError as error:  # It is too large, or was taken away.
+                found[tag] = read_bytes(run_dir / picture_name(row.version, suffix))
+            except OSError as error:  # It was taken away.
                 _log.warning("TensorBoard does not get %s of version %d: %s", tag, row.version, error)
     return found

@@ -24,7 +24,7 @@ from asyncrl.observability.background_file import CONSOLE, BackgroundFile
 from asyncrl.observability.console import COLUMNS, TRUTH, Column, columns_in, header, render
 from asyncrl.observability.metrics import Metric, Readings
 from asyncrl.storage.atomic import replacing
-from asyncrl.storage.untrusted import LINES_BYTES, make_folder, parse_row, read_lines, reading
+from asyncrl.storage.untrusted import make_folder, parse_row, reading
 
 _console = logging.getLogger(CONSOLE)
 HEADER_EVERY: Final = 20  # console rows
@@ -42,7 +42,6 @@ _BOLD, _RED, _END = "\033[1m", "\033[31m", "\033[0m"
 
 VIDEOS: Final = "videos"
 SHEET: Final = ".png"
-LARGEST_PICTURE: Final = 8 << 20  # bytes
 
 
 def picture_name(version: int, suffix: str) -> str:
@@ -322,11 +321,11 @@ def cut_rows_after(path: Path, step: int) -> int:
     if not path.exists():
         return 0
     wrong = 0
-    with reading(path, LINES_BYTES) as file, replacing(path) as part, part.open("wb") as kept:
-        for _, line in read_lines(file):
-            row = parse_row(line or b"") or {}
+    with reading(path) as file, replacing(path) as part, part.open("wb") as kept:
+        for line in file:
+            row = parse_row(line) or {}
             if type(row.get("step")) is not int:
-                wrong += line is None or line.endswith(b"\n")
-            elif line is not None and row["step"] <= step:
+                wrong += line.endswith(b"\n")
+            elif row["step"] <= step:
                 kept.write(line)
     return wrong

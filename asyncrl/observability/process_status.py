@@ -244,7 +244,7 @@ def _status_files(run_dir: Path) -> dict[str, bytes]:
     found = {}
     for path in sorted((run_dir / FOLDER).glob("[!.]*")):
         try:
-            content = read_bytes(path, _SIZE)
+            content = read_bytes(path)
         except OSError as error:  # A restarted process replaces its file.
             if exhausted(error):
                 return {}

@@ -25,7 +25,7 @@ from asyncrl.errors import ConfigError, first_line
 from asyncrl.observability import process_status, waits
 from asyncrl.observability.metrics import Readings
 from asyncrl.observability.metrics_training import EVAL_SUCCESS, EVAL_VERSION
-from asyncrl.storage.untrusted import LINE_BYTES, load_json, make_folder, open_regular, parse_row, read_bytes
+from asyncrl.storage.untrusted import load_json, make_folder, open_regular, parse_row, read_bytes, reading
 
 ALWAYS: Final = "tensorboard"  # by `logger`
 PACKAGES: Final = {
@@ -271,7 +271,7 @@ def _begin(name: str, run_dir: Path, command: str) -> Any:
 
 def send_sheet(tracker: Any, run_dir: Path, version: int, step: int) -> None:
     """Send the sheet of a measured version, if one was drawn and the tracker takes pictures or files."""
-    from asyncrl.observability.logger import LARGEST_PICTURE, SHEET, VIDEOS, picture_name
+    from asyncrl.observability.logger import SHEET, VIDEOS, picture_name
 
     path = run_dir / picture_name(version, SHEET)
     if not path.exists():  # It could not be drawn.
@@ -282,7 +282,7 @@ def send_sheet(tracker: Any, run_dir: Path, version: int, step: int) -> None:
         import numpy as np
         from PIL import Image
 
-        with Image.open(BytesIO(read_bytes(path, LARGEST_PICTURE)), formats=("PNG",)) as sheet:
+        with Image.open(BytesIO(read_bytes(path)), formats=("PNG",)) as sheet:
             pixels = np.asarray(sheet.convert("RGB"))
         shown = [pixels] if tracker.name in _TAKE_LISTS else pixels
         tracker.log_images({"eval/sheet": shown}, step=step)
@@ -304,11 +304,11 @@ def rows_of(path: Path, at: int, over: threading.Event) -> Iterator[dict[str, An
     """Yield rows with a ``step`` of a growing metrics.jsonl, from byte `at` on, until `over`."""
     while not path.exists() and not over.wait(POLL):
         pass
-    with contextlib.suppress(FileNotFoundError), os.fdopen(open_regular(path), "rb") as file:
+    with contextlib.suppress(FileNotFoundError), reading(path) as file:
         while True:
             last = over.is_set()
             file.seek(at)
-            line = file.readline(LINE_BYTES)
+            line = file.readline()
             if line.endswith(b"\n"):
                 at += len(line)
                 row = parse_row(line)

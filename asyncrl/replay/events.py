@@ -21,10 +21,9 @@ from typing import Any, Final, Literal, Self, get_args, get_type_hints
 from asyncrl.errors import ReplayError
 from asyncrl.replay.interface import CAUSES, GroupFailure, ReceiptStatus, RefusalCause
 from asyncrl.replay.sealed_file import is_full
-from asyncrl.storage.untrusted import LINES_BYTES, open_regular, parse_json, read_lines, reading, remove
+from asyncrl.storage.untrusted import open_regular, parse_json, reading, remove
 
 Entry = dict[str, Any]  # A line of the ledger without its checksum
-MAX_LINE: Final = 2**20  # Bytes; longer lines are damaged
 _CHECKSUM: Final = re.compile(rb',"crc32":"([0-9a-f]{8})"}')
 _LENGTH: Final = len(b',"crc32":"01234567"}')
 SPARE_BYTES: Final = 1 << 20
@@ -200,7 +199,7 @@ def write_line(entry: Entry, previous: bytes = b"") -> bytes:
 def read_line(line: bytes, previous: bytes = b"") -> Entry:
     """Read one entry, without its checksum."""
     checksum = checksum_of(line)
-    if checksum is None or len(line) > MAX_LINE:
+    if checksum is None:
         raise ValueError("it does not end with a checksum")
     body = line[:-_LENGTH] + b"}"
     # Not `crc32(body, previous)`: a bit of `previous` would make up for one of the body's first four bytes.
@@ -236,11 +235,10 @@ class Ledger:
     def _find_end(self) -> int:
         """The digits of the last whole line are covered by the next line's checksum."""
         end, self._last = 0, START
-        with reading(self.path, LINES_BYTES) as file:
-            for _, line in read_lines(file, MAX_LINE + 1):
-                file.seek(-1, os.SEEK_CUR)
-                if file.read(1) == b"\n":
-                    end, self._last = file.tell(), _link((line or b"").rstrip(b"\n"))
+        with reading(self.path) as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    end, self._last = end + len(line), _link(line[:-1])
         return end
 
     def read(self) -> Iterator[Entry]:
@@ -293,11 +291,11 @@ def read_entries(path: Path, warn: Callable[[str], None]) -> Iterator[Entry]:
     if not path.exists():
         return
     believed = claimed = START
-    with reading(path, LINES_BYTES) as file:
-        for number, whole in read_lines(file, MAX_LINE + 1):
-            if whole is not None and not whole.endswith(b"\n"):
+    with reading(path) as file:
+        for number, whole in enumerate(file, 1):
+            if not whole.endswith(b"\n"):
                 return
-            line = b"" if whole is None else whole[:-1]
+            line = whole[:-1]
             before, claimed = claimed, _link(line)
             for previous in (believed, before):
                 try:

@@ -6,7 +6,6 @@ Everything is a number or fixed-length UTF-8 bytes; nothing is compressed or chu
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from asyncrl.errors import ReplayError
 from asyncrl.messaging.episode_codec import as_bytes
 from asyncrl.records import UNKNOWN_LENGTH, Episode, Sampling
 from asyncrl.replay.sealed_file import UNREADABLE, opened, require_codec, sealing, unreadable
-from asyncrl.storage.untrusted import attribute_of, dataset_in
+from asyncrl.storage.untrusted import dataset_in
 
 FORMAT: Final = "asyncrl-replay"
 FORMAT_VERSION: Final = 3
@@ -60,7 +59,6 @@ CONSTANT: Final = tuple(ROOT)[:3]
 _PLAIN: Final = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
 _PLAIN.set_obj_track_times(False)
 _SCALAR: Final = h5py.h5s.create(h5py.h5s.SCALAR)
-MOST_TABLE_BYTES: Final = 2**26  # Limit of one table: 100,000 episodes with texts of 600 bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +243,7 @@ def _describe(path: Path, attributes: dict[str, Any], table: NDArray[Any], size:
 
 
 def _read_root(path: Path, file: h5py.File) -> dict[str, Any]:
-    found: dict[str, Any] = {key: attribute_of(file, key) for key in CONSTANT}
+    found: dict[str, Any] = {key: file.attrs[key] for key in CONSTANT}
     for key, values in zip(
         CONSTANT, ((FORMAT.encode(),), (FORMAT_VERSION,), STORED_SCHEMA_VERSIONS), strict=True
     ):
@@ -260,10 +258,4 @@ def _read_root(path: Path, file: h5py.File) -> dict[str, Any]:
 
 
 def _read_table(file: h5py.File, name: str) -> NDArray[Any]:
-    table = dataset_in(file, name)
-    nbytes = math.prod(table.shape) * table.dtype.itemsize
-    if table.chunks or nbytes > MOST_TABLE_BYTES:
-        raise ValueError(
-            f"the table {name} declares {nbytes} bytes in {len(table.shape)} axes, or is compressed"
-        )
-    return table[...]
+    return dataset_in(file, name)[...]

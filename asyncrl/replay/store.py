@@ -16,7 +16,7 @@ from typing import Any, Final
 from asyncrl.episode_layout import SCHEMA_VERSION
 from asyncrl.errors import CodecMissing, OutOfFiles, ReplayError
 from asyncrl.records import Episode
-from asyncrl.replay.events import MAX_LINE, Ledger, read_line, write_line
+from asyncrl.replay.events import Ledger, read_line, write_line
 from asyncrl.replay.group_file import (
     FORMAT,
     FORMAT_VERSION,
@@ -174,7 +174,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     """Read a replay folder's replay.json."""
     path = folder / "replay.json"
     try:
-        line = read_bytes(path, MAX_LINE).strip()
+        line = read_bytes(path).strip()
         version = parse_json(line).get("format_version")
         if type(version) is int and version != FORMAT_VERSION:
             raise ReplayError(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.storage.untrusted import kind_of, load_json, open_regular, remove
+from asyncrl.storage.untrusted import kind_of, load_json, open_regular, reading, remove
 
 SMALL_BYTES: Final = 4096
 _PIECE: Final = 1 << 20
@@ -130,14 +130,14 @@ class Checksum:
 
 def digest_of(path: Path) -> str:
     """Compute a regular file's SHA-256 as 64 hexadecimal digits."""
-    with os.fdopen(open_regular(path), "rb") as file:
+    with reading(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def checksum_of_lines(path: Path) -> Checksum | None:
     """Hash the whole lines of a file that another process appends to; None without a file."""
     try:
-        file = os.fdopen(open_regular(path), "rb")
+        file = reading(path)
     except FileNotFoundError:
         return None
     lines, length = hashlib.sha256(), 0
@@ -153,7 +153,7 @@ def begins_with(path: Path, expected: Checksum) -> bool:
     """Return True if a file begins with the hashed content; False if it cannot be read."""
     remaining, found = expected.bytes, hashlib.sha256()
     try:
-        with os.fdopen(open_regular(path), "rb") as file:
+        with reading(path) as file:
             while remaining and (piece := file.read(min(_PIECE, remaining))):
                 found.update(piece)
                 remaining -= len(piece)

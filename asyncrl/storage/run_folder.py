@@ -19,7 +19,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.config.loading import MOST_BYTES, existing_settings, to_json
+from asyncrl.config.loading import existing_settings, to_json
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_training as m
@@ -28,7 +28,6 @@ from asyncrl.storage.assets import kept
 from asyncrl.storage.atomic import write_text
 from asyncrl.storage.run_owner import RunIdentity, RunLock
 from asyncrl.storage.untrusted import (
-    LINES_BYTES,
     check_types,
     kind_of,
     load_json,
@@ -96,11 +95,6 @@ def check_folder(run_dir: Path) -> None:
         if found != wanted:
             why = ": what the run writes must stay in its folder" if found == "a link" else ""
             raise ConfigError(f"{path} is {found}, where {wanted} of the run is expected{why}. Move it away.")
-        if wanted == "a file" and (size := path.stat().st_size) > LINES_BYTES:
-            raise ConfigError(
-                f"{path} has {size} bytes, more than the limit of {LINES_BYTES}: no run wrote that. Move it "
-                "away."
-            )
 
 
 def _make(template: str) -> Path:
@@ -248,7 +242,7 @@ def settings_of(folder: Path) -> dict[str, Any]:
     """Read the settings of a run as a nested table, without those that no longer exist."""
     path = folder / SETTINGS
     try:
-        return existing_settings(load_json(path, MOST_BYTES))[0]
+        return existing_settings(load_json(path))[0]
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read ({error}), so it is not known what the run is.") from None
 
@@ -286,7 +280,7 @@ def summarise(folder: Path) -> RunSummary:
 def newest_rows(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read the newest row of an update and of a true measurement in a metrics.jsonl; empty if absent."""
     try:
-        with reading(path, LINES_BYTES) as file:
+        with reading(path) as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(0, size - TAIL_BYTES))
             lines = file.read(TAIL_BYTES).splitlines(keepends=True)

@@ -1,4 +1,4 @@
-"""Read files of unknown origin: regular files, JSON and HDF5 of bounded size. No torch.
+"""Read files of unknown origin: regular files, JSON and HDF5. No torch.
 
 Reads follow links; writes, locks and new folders do not, because a link could lead them outside the run's
 folder. Every refusal is an `OSError` with a readable `strerror`, or a `ValueError`.
@@ -13,18 +13,13 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, NoReturn
 
 if TYPE_CHECKING:
     import h5py
 
-TEXT_BYTES: Final = 64 * 2**20
-"""Largest settings, names or model description. Published tokenizers have 20 MiB."""
-LINES_BYTES: Final = 4 * 2**30
-"""Largest file of lines, such as metrics or a ledger: millions of updates."""
-LINE_BYTES: Final = 2**20
 _KINDS: Final = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a named pipe"),
@@ -66,33 +61,15 @@ def _refuse(path: Path, kind: str) -> NoReturn:
     raise OSError(errno.EINVAL, f"it is {kind}, where a file is expected: move it away", str(path))
 
 
-@contextmanager
-def reading(path: Path, limit: int) -> Iterator[BinaryIO]:
-    """Open a regular file of at most `limit` bytes for reading."""
-    with os.fdopen(open_regular(path), "rb") as file:
-        if (size := os.fstat(file.fileno()).st_size) > limit:
-            problem = f"it has {size} bytes, more than the limit of {limit}: move it away"
-            raise OSError(errno.EFBIG, problem, str(path))
-        yield file
+def reading(path: Path) -> BinaryIO:
+    """Open a regular file for reading."""
+    return os.fdopen(open_regular(path), "rb")
 
 
-def read_bytes(path: Path, limit: int = TEXT_BYTES) -> bytes:
-    """Read a regular file of at most `limit` bytes."""
-    with reading(path, limit) as file:
-        return file.read(os.fstat(file.fileno()).st_size)  # Python allocates the length it is given.
-
-
-def read_lines(file: BinaryIO, longest: int = LINE_BYTES) -> Iterator[tuple[int, bytes | None]]:
-    """Yield number (from 1) and content of each line, in memory for one; None for a longer line."""
-    number = 0
-    while line := file.readline(longest + 1):
-        number += 1
-        if len(line) <= longest or line.endswith(b"\n"):
-            yield number, line
-            continue
-        while line and not line.endswith(b"\n"):
-            line = file.readline(longest)
-        yield number, None
+def read_bytes(path: Path) -> bytes:
+    """Read a regular file."""
+    with reading(path) as file:
+        return file.read()
 
 
 def make_folder(path: Path) -> None:
@@ -155,9 +132,9 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"it has {name}, which is not in JSON")
 
 
-def load_json(path: Path, limit: int = TEXT_BYTES) -> dict[str, Any]:
+def load_json(path: Path) -> dict[str, Any]:
     """Read a regular file with one JSON object."""
-    return parse_json(read_bytes(path, limit))
+    return parse_json(read_bytes(path))
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
@@ -169,10 +146,10 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file of JSON lines, without torn, long and other lines; none without a file."""
-    with suppress(FileNotFoundError), reading(path, LINES_BYTES) as file:
-        for _, line in read_lines(file):
-            if (row := parse_row(line or b"")) is not None:
+    """Yield the objects of a file of JSON lines, without torn and other lines; none without a file."""
+    with suppress(FileNotFoundError), reading(path) as file:
+        for line in file:
+            if (row := parse_row(line)) is not None:
                 yield row
 
 
@@ -188,15 +165,6 @@ def check_types(found: Mapping[str, Any], expected: Mapping[str, type | tuple[ty
             raise ValueError(f"{key} is {shortened(found[key])}, expected {wanted}")
 
 
-def check_sizes(model: Mapping[str, Any], most: int = 2**24, most_layers: int = 1024) -> None:
-    """Check the sizes in a model's description, before its layers are made."""
-    for name, value in model.items():
-        for size in value if isinstance(value, list | tuple) else (value,):
-            limit = most_layers if name in ("layers", "res_blocks", "llm_layers", "depth") else most
-            if type(size) is int and not 0 <= size <= limit:
-                raise ValueError(f"{name} is {shortened(size)}, expected a whole number of 0 to {limit}")
-
-
 def shortened(value: object) -> str:
     """Format a value on one line of at most 60 characters."""
     text = repr(value)
@@ -204,10 +172,6 @@ def shortened(value: object) -> str:
 
 
 # --- HDF5 ---
-
-MOST: Final = 4 * 2**30
-"""Decoded bytes of a compressed dataset: 21,000 pictures of 256 x 256."""
-ATTRIBUTE_BYTES: Final = 2**16
 
 
 def open_hdf5(path: Path) -> h5py.File:
@@ -218,31 +182,13 @@ def open_hdf5(path: Path) -> h5py.File:
     return h5py.File(path, "r")
 
 
-def dataset_in(file: h5py.File, name: str) -> h5py.Dataset:
-    """Find a dataset that is no larger than the file, or than `MOST` if it is compressed.
-
-    libhdf5 allocates the size that a dataset declares: terabytes in a file of a few thousand bytes.
+def dataset_in(file: h5py.Group, name: str) -> h5py.Dataset:
+    """Find a dataset whose numbers lie in this file.
 
     Raises:
         KeyError: It does not exist.
         TypeError: It is no dataset of this file, or has values of variable length.
-        ValueError: It declares more.
     """
-    dataset = described_in(file, name)
-    declared, most = math.prod(dataset.shape) * dataset.dtype.itemsize, MOST
-    if dataset.chunks is None:
-        in_memory = file.driver == "fileobj"
-        whole = file.id.get_filesize() if in_memory else Path(file.filename).stat().st_size
-        most = min(whole, dataset.id.get_storage_size())
-    else:
-        declared = max(declared, math.prod(dataset.chunks) * dataset.dtype.itemsize)
-    if declared > most:
-        raise ValueError(f"{name} declares {declared} bytes, but the file has at most {most} of it")
-    return dataset
-
-
-def described_in(file: h5py.Group, name: str) -> h5py.Dataset:
-    """Find a dataset to read its type and shape only; `dataset_in` also checks its size."""
     import h5py
 
     dataset = _object_in(file, name)
@@ -279,13 +225,3 @@ def _object_in(file: h5py.Group, name: str) -> Any:
             return None
         found = found[part]
     return found
-
-
-def attribute_of(file: h5py.Group, name: str) -> Any:
-    """Read an attribute of a file or group, a number or a text."""
-    if name not in file.attrs:
-        raise KeyError(f"it has no attribute {name}")
-    found = file.attrs.get_id(name)
-    if math.prod(found.shape) * found.dtype.itemsize > ATTRIBUTE_BYTES:
-        raise ValueError(f"its attribute {name} declares more than {ATTRIBUTE_BYTES} bytes")
-    return file.attrs[name]

@@ -134,7 +134,7 @@ class _UnsafePickle(ValueError):
 def read_object_array(path: Path) -> list[Any]:
     """Read a one-dimensional array of objects that ``np.save`` wrote (pickle protocol 2 to 5)."""
     try:
-        stream = io.BytesIO(read_bytes(path, MAX_BYTES))
+        stream = io.BytesIO(read_bytes(path))
         length = _read_header(stream)
         try:
             array = _Unpickler(stream, len(stream.getbuffer())).load()

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from asyncrl.errors import AssetError, ConfigError
 from asyncrl.records import ACTION_DIM, POSE_DIM, StartState
 from asyncrl.storage.atomic import replacing
-from asyncrl.storage.untrusted import attribute_of, dataset_in, open_hdf5
+from asyncrl.storage.untrusted import dataset_in, open_hdf5
 from asyncrl.worlds.rlinf_start_states import load_trajectories, load_trajectory
 
 FORMAT: Final = "asyncrl-start-states-1"
@@ -98,7 +98,7 @@ def load_start_states(path: Path, *, keyframes: bool = True, image_size: int = 0
 
 
 def _read(path: Path, file: h5py.File) -> list[StartState]:
-    if attribute_of(file, "format") != FORMAT:
+    if file.attrs["format"] != FORMAT:
         raise AssetError(f"{path} is not a file of start states (format {file.attrs['format']!r}).")
     arrays = {name: np.asarray(dataset_in(file, name)) for name in map(str, file)}
     frames = arrays["frame"]

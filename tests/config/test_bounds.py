@@ -118,7 +118,6 @@ FILES: dict[str, tuple[str, bytes, str]] = {
     "JSON with Infinity": ("x.json", b'{"batch_timeout": Infinity}', "Infinity, which is not in JSON"),
     "JSON with 10^40": ("x.json", b'{"seed": 1' + b"0" * 40 + b"}", "which is too large"),
     "JSON of another type": ("x.json", b"[1]", "it holds a list, expected a dict"),
-    "large": ("x.toml", b"# " + b"x" * 2**21, "more than the limit"),
 }
 
 

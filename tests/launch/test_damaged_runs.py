@@ -60,10 +60,6 @@ def folder(place: str) -> Damage:
     return put(place, lambda path, _: path.mkdir())
 
 
-def huge(place: str) -> Damage:
-    return put(place, lambda path, _: (path.touch(), os.truncate(path, 8 * 2**40)))
-
-
 def link(place: str, target: str) -> Damage:
     return put(place, lambda path, neighbour: path.symlink_to(neighbour / target))
 
@@ -96,7 +92,6 @@ HUGE_NUMBER = b"1" + b"0" * 30
 GOES_ON: dict[str, tuple[Damage, ...]] = {
     "pipes and folders": (pipe(GROUP), pipe("metrics.jsonl.tmp"), folder("checkpoints/update_000004.tmp")),
     "files and links": (
-        huge(GROUP),
         link("config.json.tmp", "file"),
         link("checkpoints/update_000004.tmp", "folder"),
         rows(b"caf\xe9\n" + NOT_UTF8),
@@ -110,7 +105,6 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "a folder": (folder("replay/replay.json"), "replay.json is a folder"),
     "a file of logs": (file("logs"), "logs is a file, where a folder"),
     "a file of a checkpoint": (file("checkpoints/update_000009"), "Delete the folder update_000009"),
-    "8 TB of rows": (huge("metrics.jsonl"), "no run wrote that"),
     "a ledger elsewhere": (link(LEDGER, "file"), "ledger.log is a link"),
     "logs elsewhere": (link("logs", "folder"), "logs is a link"),
     "settings that are infinite": (

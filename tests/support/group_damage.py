@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import h5py
-import numpy as np
 
 from asyncrl.replay.sealed_file import make_footer
 
 Change = Callable[[Any], object]
 """Changes an open HDF5 file."""
-TERABYTES = 8 * 2**40
 PICTURE = (64, 64, 3)
 
 
@@ -49,13 +47,6 @@ def _declared(name: str, **how: Any) -> Change:
     return lambda file: _replaced(file, name, **how)
 
 
-def _rows(name: str, nbytes: int, **how: Any) -> Change:
-    def change(file: Any) -> None:
-        _replaced(file, name, shape=(nbytes // file[name].dtype.itemsize,), chunks=(64,), **how)
-
-    return change
-
-
 def _linked(link: Callable[[Any], Any]) -> Change:
     def change(file: Any) -> None:
         shown = link(file)
@@ -82,16 +73,6 @@ def _edited(table: str, **values: int) -> Change:
     return change
 
 
-def _bomb(file: Any) -> None:
-    """Every chunk is the same 96 MB of black pictures, packed once."""
-    rows, count = 8192, 60
-    shape, chunks = (rows * count, *PICTURE), (rows, *PICTURE)
-    made = _replaced(file, "video", shape=shape, chunks=chunks, compression="gzip")
-    packed = zlib.compress(bytes(rows * 12_288), 9)
-    for number in range(count):
-        made.id.write_direct_chunk((number * rows, 0, 0, 0), packed)
-
-
 def _virtual(file: Any) -> None:
     layout = h5py.VirtualLayout(shape=(10**9, *PICTURE), dtype="u1")
     layout[:] = h5py.VirtualSource("elsewhere.h5", "frames", shape=(10**9, *PICTURE))
@@ -99,19 +80,7 @@ def _virtual(file: Any) -> None:
     file.create_virtual_dataset("frames", layout)
 
 
-def _large_attribute(file: Any) -> None:
-    del file.attrs["format"]
-    file.attrs.create("format", np.zeros(2**20, "u1"))
-
-
-_MANY = (TERABYTES // 12_288, *PICTURE)
 CHANGES: dict[str, Change] = {
-    "8 TB of pictures": _declared("frames", shape=_MANY, chunks=(8, *PICTURE), compression="gzip"),
-    "8 TB of pictures that are not compressed": _declared("frames", shape=_MANY),
-    "a table of 209 GiB": _rows("episodes", 209 * 2**30, compression="gzip"),
-    "checksums of 209 GiB": _rows("checksums", 209 * 2**30),
-    "a group table of 8 TB in one row": _declared("group", shape=(2**23,), dtype="S1000000", chunks=(1,)),
-    "6 GB of pictures, compressed": _bomb,
     "pictures in another file": lambda file: _replaced(
         file, "frames", shape=file["frames"].shape, external=[("/etc/passwd", 0, h5py.h5f.UNLIMITED)]
     ),
@@ -119,7 +88,6 @@ CHANGES: dict[str, Change] = {
     "a link in a circle": _linked(lambda _: h5py.SoftLink("/frames")),
     "texts of no fixed length": _declared("group", shape=(1,), dtype=h5py.string_dtype(), data=["x"]),
     "a virtual dataset": _virtual,
-    "an attribute of a megabyte": _large_attribute,
     "no episodes": _declared("episodes", shape=(0,)),
     "decisions that end at 10^15": _edited("episodes", N_end=10**15),
     "decisions before the first": _edited("episodes", N_begin=-(2**62), M_end=-(2**62)),

@@ -18,7 +18,6 @@ from torch.nn import functional
 
 from asyncrl.errors import AssetError
 from asyncrl.records import DUMMY_ACTION
-from asyncrl.worlds import rlinf_start_states
 from asyncrl.worlds.rlinf_start_states import load_trajectory, read_object_array
 from asyncrl.worlds.start_states import load_start_states
 from asyncrl.worlds.wan.world import _opening_actions, _opening_frames
@@ -314,12 +313,6 @@ NAMES = (b"cnumpy\ndtype\n", b"cnumpy\nndarray\n", b"c_codecs\nencode\n")
 def test_broken_and_crafted_pickles_end_in_the_one_error(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(AssetError, match=r"was not read|something else than one dict per frame"):
         load_trajectory(write_raw(tmp_path / "a.npy", content))
-
-
-def test_a_file_of_a_gigabyte_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rlinf_start_states, "MAX_BYTES", 100)
-    with pytest.raises(AssetError, match="more than the limit"):
-        read_object_array(write(tmp_path / "b.npy", [frame(0)]))
 
 
 @pytest.mark.parametrize(
