@@ -14,8 +14,9 @@ import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 if TYPE_CHECKING:
     import h5py
@@ -61,7 +62,7 @@ def _refuse(path: Path, kind: str) -> NoReturn:
     raise OSError(errno.EINVAL, f"it is {kind}, where a file is expected: move it away", str(path))
 
 
-def reading(path: Path) -> BinaryIO:
+def reading(path: Path) -> BufferedReader:
     """Open a regular file for reading."""
     return os.fdopen(open_regular(path), "rb")
 
