@@ -98,7 +98,7 @@ REQUIRED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "transport": ("build", "side_stream", "connect_root", "connect_member"),
     }
 )
-"""Kind of part -> members that a user's class must have; `asyncrl check` tests them."""
+"""Kind of part -> members that a user's class must have."""
 FLAGS: Final = MappingProxyType(
     {
         "policy": "--policy",
@@ -199,7 +199,7 @@ def _load(kind: str, name: str, where: str) -> Any:
     if lacking := [member for member in REQUIRED.get(kind, ()) if not hasattr(found, member)]:
         raise ConfigError(
             f"{FLAGS[kind]} names {name}, which lacks {', '.join(lacking)}. docs/extending.md has "
-            f"what it needs; `asyncrl check {kind} {name}@FOLDER` checks all of it."
+            "all that it needs."
         )
     return found
 

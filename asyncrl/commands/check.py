@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import tyro
 
-from asyncrl import registry
 from asyncrl.config.bounds import PIXELS, AtLeast, Bounded
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from asyncrl.records import StartState
 
-Kind = Literal["policy", "world", "reward", "simulator", "correction", "advantage", "objective"]
+Kind = Literal["policy", "world", "reward", "simulator"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +23,7 @@ class CheckConfig(Bounded):
     """Try a part on small inputs and say what it does not do as its protocol wants it (docs/extending.md)."""
 
     kind: Annotated[Kind, tyro.conf.Positional, tyro.conf.arg(metavar="KIND")]
-    """What it is: policy, world, reward, simulator, correction, advantage or objective."""
+    """What it is: policy, world, reward or simulator."""
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
     """As on the command line of a run: package.module:Class@FOLDER, a folder, or a built-in name."""
     settings: tuple[str, ...] = ()
@@ -35,8 +34,6 @@ class CheckConfig(Bounded):
     """An instruction that a reward model knows."""
     image_size: Annotated[int, AtLeast(0, "it counts pixels.", "Use 64.", highest=PIXELS)] = 0
     """Height and width of the pictures that it is shown; 0: its own size, else 64."""
-    level: Literal["token", "action", "decision"] = "token"
-    """What has one ratio (--algorithm.level), for a correction, an advantage or an objective."""
     device: str = "cpu"
     """Where it is tried: cpu, cuda, or auto."""
 
@@ -47,8 +44,7 @@ ARGUMENTS: Final = CheckConfig
 def main(arguments: list[str]) -> int:
     """Print a line for each check that holds; the first that does not ends it with code 2."""
     config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl check")
-    models = dict.fromkeys(("policy", "world", "reward"), _model)
-    for line in (models | {"simulator": _simulator}).get(config.kind, _recipe)(config):
+    for line in _simulator(config) if config.kind == "simulator" else _model(config):
         print(f"ok  {line}", flush=True)
     print(f"{config.name} keeps the protocol of its kind, {config.kind}")
     return 0
@@ -125,18 +121,3 @@ def _simulator(config: CheckConfig) -> Iterator[str]:
         yield from check_simulator(simulator)
     finally:
         simulator.close()
-
-
-def _recipe(config: CheckConfig) -> Iterator[str]:
-    from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings
-    from asyncrl.launch.conformance import check_recipe
-    from asyncrl.learner.recipe import build_recipe
-
-    registry.resolve(config.kind, config.name)
-    algorithm, correction = AlgorithmSettings(level=config.level), CorrectionSettings()
-    if config.kind == "correction":
-        correction = CorrectionSettings(kind=config.name, settings=config.settings)
-    else:
-        chosen: Any = {config.kind: config.name}
-        algorithm = AlgorithmSettings(level=config.level, settings=config.settings, **chosen)
-    yield from check_recipe(build_recipe(algorithm, correction, CriticSettings()))

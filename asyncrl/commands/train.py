@@ -51,7 +51,9 @@ def _refuse(config: TrainConfig) -> None:
     from asyncrl.doctor.host import existing_parent
     from asyncrl.launch import endpoints
     from asyncrl.launch.build import check_resumed
+    from asyncrl.learner.recipe import build_recipe
 
+    build_recipe(config.algorithm, config.correction, config.critic)
     if not config.inline:
         ranks = read_job().size if "RANK" in os.environ else ranks_named(config.placement)
         placement = checked_placement(config, ranks)
@@ -88,7 +90,7 @@ def main(arguments: list[str]) -> int:
     if config.inline:
         from asyncrl.launch.inline import run
     else:
-        from asyncrl.launch.hosts import run
+        from asyncrl.launch.train import run
     return run(config)
 
 

@@ -26,25 +26,17 @@ from concurrent.futures import Future
 from enum import Enum
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 from tqdm import tqdm
 
-from asyncrl.errors import AsyncRLError, ReplayError, RunError
-from asyncrl.observability import metrics_system as m
+from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.observability import waits
-from asyncrl.observability.metrics import Metric
 from asyncrl.observability.signals import StopFlag, die_with_parent, expect_exit, raise_limit
-from asyncrl.replay.client import ZmqLearnerPort
 from asyncrl.storage.untrusted import open_regular
-
-if TYPE_CHECKING:
-    from asyncrl.weights.interface import Publisher
 
 REPLAY: Final = "replay"  # the child that keeps the episodes
 POLL_INTERVAL: Final = 0.05
-ANSWER_DEADLINE: Final = 60.0
-"""Seconds a replay that died has to come back and answer."""
 MAX_BACK_OFF: Final = 30.0
 HEALTHY_SECONDS: Final = 600.0
 """Life of a child after which earlier deaths are forgotten."""
@@ -253,14 +245,6 @@ class ChildProcesses:
             self._tell(line)
         return self._stop.set
 
-    def wait_until_running(self, name: str) -> None:
-        """Poll until the child `name` does not wait for its respawn."""
-        self.poll()
-        with waits.waiting(waits.RESPAWN):
-            while self._states.get(name) is ChildState.BACKING_OFF:
-                time.sleep(POLL_INTERVAL)
-                self.poll()
-
     def run_until_done(self, over: Callable[[], bool]) -> None:
         """Poll until all children have finished, a stop is asked for, or the run is `over` without them.
 
@@ -303,50 +287,6 @@ class ChildProcesses:
         self._states[child.name] = ChildState.RUNNING
         self._supervisors.append(child)
         done.set_result(None)
-
-
-class WatchedReplay(ZmqLearnerPort):
-    """The learner's port, which waits for a replay that died to come back before it asks for its status."""
-
-    def __init__(self, children: ChildProcesses, endpoint: str, **settings: Any) -> None:
-        super().__init__(endpoint, **settings)
-        self._children, self._stopped = children, False
-
-    def status(self) -> dict[Metric, float]:
-        """Return the replay's metrics, after a respawn if there is one."""
-        until = time.monotonic() + ANSWER_DEADLINE
-        with waits.waiting(waits.REPLAY_STATUS, 2 * ANSWER_DEADLINE):
-            while True:
-                self._children.wait_until_running(REPLAY)
-                try:
-                    return super().status()
-                except ReplayError:
-                    if time.monotonic() > until:
-                        raise
-
-    def stop(self) -> None:
-        """End the run for actors and replay, once: a replay that is gone takes 5 s."""
-        if not self._stopped:
-            self._stopped = True
-            super().stop()
-
-
-class WatchedPublisher:
-    """A `Publisher` that polls the children while the first actor loads its models."""
-
-    def __init__(self, publisher: Publisher, children: ChildProcesses) -> None:
-        self._publisher, self._children = publisher, children
-        self.publish, self.status, self.close = publisher.publish, publisher.status, publisher.close
-
-    def wait_for_first(self, version: int, timeout: float) -> None:
-        """Wait until an actor holds `version`; raises KeyboardInterrupt if a stop is requested."""
-        until = time.monotonic() + timeout
-        with waits.waiting(waits.FIRST_ACTOR, timeout):
-            while not self.status()[m.WEIGHTS_MEMBERS] and time.monotonic() < until:
-                if self._children.poll():
-                    raise KeyboardInterrupt
-                time.sleep(POLL_INTERVAL)
-            self._publisher.wait_for_first(version, max(1.0, until - time.monotonic()))
 
 
 def log_errors(action: Callable[[], object], tell: Callable[[str], None]) -> None:

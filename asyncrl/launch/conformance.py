@@ -18,11 +18,7 @@ from torch import Tensor
 from asyncrl.episode_layout import SAMPLE_DTYPES, sample_specs
 from asyncrl.errors import ConfigError
 from asyncrl.launch.world_conformance import SEEDS, Reporter, Trial
-from asyncrl.learner.batches import Batch
-from asyncrl.learner.interface import OldPolicy, describe_tensor
-from asyncrl.learner.losses import log_ratio, valid_units
-from asyncrl.learner.ranks import LearnerRanks
-from asyncrl.learner.recipe import Recipe
+from asyncrl.learner.interface import describe_tensor
 from asyncrl.policies.interface import ActResult, Policy, SamplingParams
 from asyncrl.records import POSE_DIM, ActionSpec, StartState
 from asyncrl.rewards.interface import RewardModel
@@ -105,59 +101,6 @@ def _check_seen(report: Reporter, spec: SimulatorSpec, method: str, seen: Seen) 
     report.require(bool(unit), name, poses.tolist(), "finite, with quaternions of length 1")
     gripper = bool((np.abs(poses[:, 7]) <= 1).all())
     report.require(gripper, name, poses[:, 7].tolist(), "a gripper from -1 (open) to 1")
-
-
-def check_recipe(recipe: Recipe) -> Iterator[str]:
-    """Check the parts of a recipe on a stale batch of two groups of four episodes."""
-    batch, level = _stale_batch(), recipe.algorithm.level
-    rng = torch.Generator().manual_seed(1)
-    old_logprob = batch.behaviour_logprob + 0.1 * torch.randn(batch.mask.shape, generator=rng)
-    critic = torch.randn(len(batch.tasks), 1, generator=rng) if recipe.trains_critic else None
-    old = OldPolicy(old_logprob, critic, torch.zeros(len(batch.returns)))
-    advantages = recipe.estimate(batch, old, LearnerRanks()).advantages
-    yield f"estimate: advantages {describe_tensor(advantages)}, mean {advantages.mean():.3g}"
-    logprob = (old_logprob + 0.01).where(batch.mask, 0.0).requires_grad_()
-    behaviour = batch.behaviour_logprob.where(batch.mask, 0.0)
-    proximal = recipe.proximal(logprob, old_logprob.where(batch.mask, 0.0), behaviour, batch.lag)
-    weights = recipe.importance_weights(log_ratio(proximal, behaviour), batch.mask, batch.episode)
-    found = "none" if weights is None else f"from {weights.min():.3g} to {weights.max():.3g}"
-    yield f"weights: {found}, at --algorithm.level {level}"
-    loss = recipe.unit_loss(logprob, proximal, batch.mask, advantages).loss
-    loss = loss if weights is None else loss * weights
-    loss.where(valid_units(batch.mask, level), 0.0).sum().backward()
-    gradient = logprob.grad
-    if gradient is None or not bool(gradient.isfinite().all()):
-        raise ConfigError(
-            f"The loss of {type(recipe.objective).__name__} with {type(recipe.correction).__name__} has "
-            f"{'no' if gradient is None else 'a gradient that is not finite'}, expected a finite gradient."
-        )
-    yield f"loss: finite, with gradient (norm {gradient.norm():.3g})"
-
-
-def _stale_batch() -> Batch:
-    rng, solved = np.random.default_rng(0), torch.arange(8) % 3 == 0
-    frames, rewards = np.zeros((24, 4, 4, 3), np.uint8), torch.zeros(24, 8)
-    mask = torch.ones(24, 8, 7, dtype=torch.bool)
-    rewards[2::3, 4] = solved.float()
-    mask[2::3, 5:] = ~solved[:, None, None]
-    return Batch(
-        frames=frames,
-        tasks=("lift the red block",) * 24,
-        sample={"tokens": torch.zeros(24, 8, 7, dtype=torch.int64)},
-        behaviour_logprob=torch.from_numpy(rng.uniform(-6, -0.5, (24, 8, 7)).astype(np.float32)),
-        mask=mask,
-        rewards=rewards,
-        lag=torch.tensor([2, 1, 1]).repeat(8),
-        episode=torch.arange(8).repeat_interleave(3),
-        decision_index=torch.arange(3).repeat(8),
-        returns=solved.float(),
-        lengths=torch.where(solved, 21, 24),
-        terminated=solved,
-        final_frames=frames[:8],
-        group_size=4,
-        temperature=1.0,
-        top_k=0,
-    )
 
 
 def try_policy(policy: Policy, starts: Sequence[StartState]) -> None:

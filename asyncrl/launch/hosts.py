@@ -1,4 +1,4 @@
-"""A rank's part of a run, after it met the other hosts: they compare facts, and rank 0 gives one verdict.
+"""The meeting of the hosts of a run: they compare facts, and rank 0 gives one verdict.
 
     every rank   publishes its facts under the name of the start     waits for: rank 0's plan
     rank 0       compares them, opens ports, publishes the plan      waits for: the facts of all ranks
@@ -21,30 +21,17 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import asyncrl
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.launch import balance, endpoints
 from asyncrl.launch.endpoints import address_of
-from asyncrl.launch.followers import follow
-from asyncrl.launch.job import Hosts, Job, Patience, Stopped, open_store, read_job, store_errors
+from asyncrl.launch.job import Hosts, Job, Patience, open_store, store_errors
 from asyncrl.launch.own_device import count_gpus
-from asyncrl.launch.placement import (
-    check_broadcasts,
-    check_learner_devices,
-    check_pairs,
-    check_sizes,
-    checked_placement,
-    copies_of,
-)
 from asyncrl.observability import waits
-from asyncrl.observability.console import steady_console
 from asyncrl.observability.logger import flat
-from asyncrl.observability.signals import StopFlag, die_with_parent, raise_limit
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -120,53 +107,6 @@ def interface_of(address: str) -> str:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return ""
-
-
-# ---- this rank's part ----------------------------------------------------------------------------
-
-
-def run(config: TrainConfig) -> int:
-    """Do this rank's part of a run; raises ConfigError for input that cannot work, before anything starts."""
-    job = read_job()
-    if job.name:
-        die_with_parent(os.getppid())  # torchrun's, which may be killed without ending its ranks.
-    raise_limit()
-    with steady_console(), StopFlag().listening() as stop:
-        try:
-            job, hosts = meet(
-                config, job, partial(_check_hosts, config, job), stop_requested=lambda: stop.set
-            )
-            bind_gloo(hosts.addresses[hosts.of(job.rank)])
-            if job.rank:
-                return follow(config, job, hosts, stop)
-        except Stopped:
-            return 0
-        from asyncrl.launch.train import (
-            lead,
-        )  # It loads what the ranks that only look after an actor need not.
-
-        return lead(config, job, hosts, stop)
-
-
-def _check_hosts(config: TrainConfig, job: Job, hosts: Hosts, facts: list[HostFacts]) -> Hosts:
-    """Check on rank 0, before anything is loaded, the placement on these hosts; add their endpoints."""
-    hosts = replace(hosts, placement=balance.placement_of_start(config, job, hosts))
-    config = replace(config, placement=hosts.placement)
-    check_sizes(config.placement, hosts)
-    placement = checked_placement(config, hosts.size)
-    check_pairs(placement, hosts)
-    gpus = {number: host.gpus for number, host in enumerate(facts)} or {0: count_gpus(config.device)}
-    check_learner_devices(placement, hosts, gpus)
-    copies_of(config, placement, hosts)
-    endpoints.check(config, placement, hosts, job)
-    others = {hosts.of(rank) for rank in placement.actors} - {0}
-    if others and config.weights.between_hosts == "nccl":
-        hosts = replace(hosts, broadcasts=(0, *sorted(others)))
-        check_broadcasts(hosts, gpus, config.weights.transport)
-    return endpoints.with_addresses(config, hosts)
-
-
-# ---- the meeting ---------------------------------------------------------------------------------
 
 
 def meet(

@@ -1,60 +1,110 @@
-"""Rank 0's part of a run, read from top to bottom: check, load, start the children, learn, end.
+"""A rank's part of a run, read from top to bottom: meet, then lead (check, load, learn, end) or follow.
 
     rank 0 ──spawns──► replay, and actor-0 when it also imagines
     rank k              see `followers`
 
 The end, in order: the learner tells the replay, which tells the actors; they leave; publisher and replay
-close.
+close. Functions of rank 0 import torch and the models, which ranks that only look after an actor do not need.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import RunError
-from asyncrl.launch import balance, console, endpoints
-from asyncrl.launch.build import (
-    LearnerStart,
-    Models,
-    build_learner,
-    learner_group,
-    load_models,
-    start_run,
-    use_device,
-)
-from asyncrl.launch.children import REPLAY, ChildProcesses, WatchedPublisher, WatchedReplay, log_errors
-from asyncrl.launch.evaluator import EvaluatorProcess
-from asyncrl.launch.followers import spawn_actor, spawn_role
+from asyncrl.launch import balance, endpoints
+from asyncrl.launch.children import REPLAY, ChildProcesses, log_errors
+from asyncrl.launch.followers import follow, spawn_actor, spawn_role
+from asyncrl.launch.hosts import HostFacts, bind_gloo, meet
 from asyncrl.launch.job import (
     HOSTS,
     Hosts,
     Job,
     RunInfo,
+    Stopped,
     pop_failure,
+    read_job,
     remember_run,
     run_of_earlier_start,
     share,
 )
-from asyncrl.launch.placement import Placement, checked_placement, copies_of, transport_between, transport_of
-from asyncrl.learner.learner import Learner
+from asyncrl.launch.own_device import count_gpus
+from asyncrl.launch.placement import (
+    Placement,
+    check_broadcasts,
+    check_learner_devices,
+    check_pairs,
+    check_sizes,
+    checked_placement,
+    copies_of,
+    transport_between,
+    transport_of,
+)
 from asyncrl.observability import process_status
 from asyncrl.observability.background_file import logged_to
-from asyncrl.observability.console import StatusLine
-from asyncrl.observability.logger import MetricsLogger
+from asyncrl.observability.console import StatusLine, steady_console
 from asyncrl.observability.process_status import Watchdog
-from asyncrl.observability.signals import StopFlag
+from asyncrl.observability.signals import StopFlag, die_with_parent, raise_limit
+from asyncrl.replay.client import ZmqLearnerPort
 from asyncrl.storage import run_folder
-from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
+
+if TYPE_CHECKING:
+    from asyncrl.launch.build import LearnerStart, Models
+    from asyncrl.launch.evaluator import EvaluatorProcess
+    from asyncrl.learner.learner import Learner
+    from asyncrl.observability.logger import MetricsLogger
+    from asyncrl.weights.publisher import BroadcastPublisher
 
 SHUTDOWN_TIMEOUT_CHILDREN: Final = 4.0
 """Seconds the children have to end by themselves once the run is over."""
+
+
+def run(config: TrainConfig) -> int:
+    """Do this rank's part of a run; raises ConfigError for input that cannot work, before anything starts."""
+    job = read_job()
+    if job.name:
+        die_with_parent(os.getppid())  # torchrun's, which may be killed without ending its ranks.
+    raise_limit()
+    with steady_console(), StopFlag().listening() as stop:
+        try:
+            job, hosts = meet(
+                config, job, partial(_check_hosts, config, job), stop_requested=lambda: stop.set
+            )
+            bind_gloo(hosts.addresses[hosts.of(job.rank)])
+            if job.rank:
+                return follow(config, job, hosts, stop)
+        except Stopped:
+            return 0
+        return lead(config, job, hosts, stop)
+
+
+def _check_hosts(config: TrainConfig, job: Job, hosts: Hosts, facts: list[HostFacts]) -> Hosts:
+    """Check on rank 0, before anything is loaded, the placement on these hosts; add their endpoints."""
+    hosts = replace(hosts, placement=balance.placement_of_start(config, job, hosts))
+    config = replace(config, placement=hosts.placement)
+    check_sizes(config.placement, hosts)
+    placement = checked_placement(config, hosts.size)
+    check_pairs(placement, hosts)
+    gpus = {number: host.gpus for number, host in enumerate(facts)} or {0: count_gpus(config.device)}
+    check_learner_devices(placement, hosts, gpus)
+    copies_of(config, placement, hosts)
+    endpoints.check(config, placement, hosts, job)
+    others = {hosts.of(rank) for rank in placement.actors} - {0}
+    if others and config.weights.between_hosts == "nccl":
+        hosts = replace(hosts, broadcasts=(0, *sorted(others)))
+        check_broadcasts(hosts, gpus, config.weights.transport)
+    return endpoints.with_addresses(config, hosts)
+
+
+# ---- rank 0 ----------------------------------------------------------------------------------------
 
 
 class _Run(NamedTuple):
@@ -73,6 +123,9 @@ class _Run(NamedTuple):
 
 
 def _prepare(asked: TrainConfig, job: Job, hosts: Hosts) -> _Run:
+    from asyncrl.launch import console
+    from asyncrl.launch.build import load_models, start_run, use_device
+
     placement = checked_placement(replace(asked, placement=hosts.placement), hosts.size)
     if (again := run_of_earlier_start(job)) is None:
         run_folder.check_free(asked)
@@ -90,6 +143,9 @@ def _prepare(asked: TrainConfig, job: Job, hosts: Hosts) -> _Run:
 
 def lead(asked: TrainConfig, job: Job, hosts: Hosts, stop: StopFlag) -> int:
     """Do the part of rank 0."""
+    from asyncrl.launch import console
+    from asyncrl.launch.evaluator import EvaluatorProcess
+
     run = _prepare(asked, job, hosts)
     config, start, run_dir, placement = run.config, run.start, run.start.run_dir, run.placement
     with (
@@ -139,6 +195,8 @@ def lead(asked: TrainConfig, job: Job, hosts: Hosts, stop: StopFlag) -> int:
 
 def _open_weights(run: _Run, socket: Path, keys: str) -> tuple[BroadcastPublisher, str]:
     """Open the channel of the weights; returns the carrier between hosts too."""
+    from asyncrl.weights.publisher import build_publisher
+
     settings = endpoints.weight_settings(run.config, run.hosts, keys, run.start.identity)
     if between := transport_between(run.config, run.hosts, run.transport):
         settings = replace(settings, store_address=run.hosts.addresses[0])
@@ -167,17 +225,20 @@ def _train(
     run: _Run, info: RunInfo, publisher: BroadcastPublisher, children: ChildProcesses, log: MetricsLogger
 ) -> Learner:
     """Start the children, tell the other ranks of the run, learn until it ends, and end the children."""
+    from asyncrl.launch import console
+    from asyncrl.launch.build import build_learner, learner_group
+
     config, start, placement = run.config, run.start, run.placement
     children.spawn(partial(spawn_role, REPLAY, "roles:replay_main", config, info, start.replay))
     if 0 in placement.actors:
         children.spawn(partial(spawn_actor, config, info, 0))
     share(info, run.job, config.startup_timeout)
-    port = WatchedReplay(
-        children,
+    port = ZmqLearnerPort(
         info.replay_endpoint,
         version=start.version,
         security=endpoints.client_keys(info.keys, "learner"),
         identity=start.identity,
+        poll=children.poll,
     )
     device = run.models.policy.device
     with learner_group(config, run.job, len(placement.learners), device) as ranks:
@@ -185,7 +246,7 @@ def _train(
             config,
             start,
             port,
-            WatchedPublisher(publisher, children),
+            publisher,
             log.write,
             ranks,
             stop_requested=children.poll,

@@ -224,7 +224,8 @@ class Learner:
     def _choose_batch(self) -> BatchDescription | None:
         """Wait for a batch; None: a stop was requested."""
         if not self._actors_joined:
-            self.publisher.wait_for_first(self.version, self.settings.first_weights_deadline)
+            deadline = self.settings.first_weights_deadline
+            self.publisher.wait_for_first(self.version, deadline, self.stop_requested)
             self._actors_joined, self._row_began = True, self.clock()
         groups, size = self.algorithm.groups_per_update, self.algorithm.group_size
         most_decisions = groups * size * self.update.max_decisions * self.settings.batches_ahead

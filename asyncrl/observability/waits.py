@@ -125,8 +125,6 @@ DEVICE_MEMORY = _define("""device_memory | waiting for device memory to return t
     ends with an error: the models do not fit together""")
 FAREWELL = _define("""farewell | handing over the last episodes | actor | 5 | the replay's receipts | the
     actor ends; the episodes are imagined again after a resume""")
-RESPAWN = _define("""respawn | waiting to respawn the replay | learner | 30 | the back-off of a child that
-    died | it is respawned, up to --actor.max-respawns times in a row""")
 EVALUATION = _define("""evaluation | waiting for the last version's true success | learner, at the run's end,
     with --evaluate-every | --hang-timeout since the last episode that was played | the process that measures
     it; a stop request | the run ends without that number, with a message; nothing else is lost""")

@@ -14,7 +14,7 @@ from typing import Final
 from asyncrl.errors import ReplayError, SampleTimeout
 from asyncrl.messaging.keys import ClientKeys
 from asyncrl.messaging.wire import Message
-from asyncrl.observability import metrics_system, process_status  # noqa: F401  They define the replay's metrics.
+from asyncrl.observability import metrics_system, process_status, waits  # noqa: F401  They define the replay's metrics.
 from asyncrl.observability.metrics import REGISTRY, Metric
 from asyncrl.records import Episode
 from asyncrl.replay.connection import PING_EVERY, RANK, RESEND_AFTER, Connection, Outbox
@@ -32,6 +32,8 @@ from asyncrl.storage.run_owner import NO_RUN, RunIdentity
 WINDOW: Final = 32  # Groups with unacknowledged episodes, besides one per slot, that stop requests
 FETCH_WINDOW: Final = 4  # Groups requested and not received: as many are in the replay's memory
 POLL_SECONDS: Final = 1.0  # Seconds between two calls of while_waiting
+ANSWER_DEADLINE: Final = 60.0
+"""Seconds a replay, also one that has to be respawned, has to answer what its status is."""
 
 
 class ZmqActorPort:
@@ -194,8 +196,11 @@ class ZmqLearnerPort:
         security: ClientKeys | None = None,
         identity: RunIdentity = NO_RUN,
         tell: Callable[[str], None] = print,
+        poll: Callable[[], object] = lambda: None,
     ) -> None:
-        self._tell, self._leads = tell, rank == 0
+        """Open the port; `poll` is called while it waits for a status, and what it raises ends the wait."""
+        self._tell, self._poll, self._leads = tell, poll, rank == 0
+        self._stop_sent = False
         role, name = (RANK, f"learner-{rank}") if rank else ("learner", "learner")
         self._link = Connection(endpoint, role, name, version, security, identity)
         self._requests = 0
@@ -250,28 +255,37 @@ class ZmqLearnerPort:
         """See `LearnerPort`."""
         if not self._leads:
             return {}
-        reply = self._ask_status(10.0)
+        with waits.waiting(waits.REPLAY_STATUS, ANSWER_DEADLINE):
+            reply = self._ask_status(ANSWER_DEADLINE, self._poll)
         if reply is None:
             raise ReplayError(f"the replay at {self._link.endpoint} does not answer. Look at its log.")
         return {REGISTRY[name]: value for name, value in reply["readings"].items() if name in REGISTRY}
 
     def stop(self) -> None:
-        """See `LearnerPort`. Waits up to 5 s for the answer; a replay that is gone needs no stop."""
-        if self._leads:
+        """See `LearnerPort`. Waits once, up to 5 s, for the answer; a replay that is gone needs no stop."""
+        if self._leads and not self._stop_sent:
+            self._stop_sent = True
             self._repeat("stop", 5.0, lambda: self._link.stopped)
 
     def close(self) -> None:
         """See `LearnerPort`."""
         self._link.close()
 
-    def _ask_status(self, timeout: float) -> Message | None:
+    def _ask_status(self, timeout: float, poll: Callable[[], object] = lambda: None) -> Message | None:
         self._reply = None
-        self._repeat("status", timeout, lambda: self._reply is not None)
+        self._repeat("status", timeout, lambda: self._reply is not None, poll)
         return self._reply
 
-    def _repeat(self, kind: str, timeout: float, answered: Callable[[], bool]) -> None:
+    def _repeat(
+        self,
+        kind: str,
+        timeout: float,
+        answered: Callable[[], bool],
+        poll: Callable[[], object] = lambda: None,
+    ) -> None:
         deadline, asked_at = time.monotonic() + timeout, -float("inf")
         while not answered() and (left := deadline - time.monotonic()) > 0:
+            poll()
             now = time.monotonic()
             if self._link.server_id and now - asked_at >= PING_EVERY and self._link.send_now(kind):
                 asked_at = now

@@ -88,8 +88,10 @@ class Publisher(Protocol):
         """
         as_weight_source(weights).write({})
 
-    def wait_for_first(self, version: int, timeout: float) -> None:
-        """Wait until an actor holds `version` or a newer one.
+    def wait_for_first(
+        self, version: int, timeout: float, stop_requested: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Wait until an actor holds `version` or a newer one, or `stop_requested`, which is called often.
 
         Raises:
             WeightSyncError: None does within `timeout` seconds.

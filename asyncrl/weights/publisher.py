@@ -111,19 +111,21 @@ class BroadcastPublisher(Publisher):
         self._buffers.pack(as_weight_source(weights), version)
         self.server.wake()
 
-    def wait_for_first(self, version: int, timeout: float) -> None:
-        """Wait until an actor holds `version`."""
+    def wait_for_first(
+        self, version: int, timeout: float, stop_requested: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Wait until an actor holds `version`, or a stop is requested."""
         until = time.monotonic() + timeout
-        with self.server.changed:
-            while True:
+        with waits.waiting(waits.FIRST_ACTOR, timeout):
+            while not stop_requested():
                 self._require_alive()
-                held = self.versions_held()
-                if max(held.values(), default=-1) >= version:
-                    return
-                left = until - time.monotonic()
-                if self.server.refused or left <= 0:
-                    raise self._first_missing(version, timeout, held)
-                self.server.changed.wait(min(left, POLL_SECONDS))
+                with self.server.changed:
+                    held = self.versions_held()
+                    if max(held.values(), default=-1) >= version:
+                        return
+                    if (left := until - time.monotonic()) <= 0:
+                        raise self._first_missing(version, timeout, held)
+                    self.server.changed.wait(min(left, POLL_SECONDS))
 
     def versions_held(self) -> dict[str, int]:
         """Return the version of each registered receiver by name; -1 before the first."""
@@ -174,11 +176,10 @@ class BroadcastPublisher(Publisher):
         parts = [f"registered: {', '.join(sorted({*registered} - refused.keys())) or 'none'}"]
         parts += [f"{name} refused it: {why}" for name, why in sorted(refused.items())]
         elsewhere = f", or {self.pull_endpoint} if they join" if self.pull_endpoint != self.endpoint else ""
-        when = "at once" if refused else f"within {timeout:g} s"
         return WeightSyncError(
             f"Policy version {version} must reach an actor at {self.endpoint}{elsewhere}, but none has it "
-            f"{when} ({'; '.join(parts)}; publisher: {self._waiting_for}). See the actors' logs, or raise "
-            "--weights.timeout."
+            f"within {timeout:g} s ({'; '.join(parts)}; publisher: {self._waiting_for}). See the actors' "
+            "logs, or raise --weights.timeout."
         )
 
     # --- the publisher's thread ---

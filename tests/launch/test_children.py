@@ -7,11 +7,10 @@ from functools import partial
 
 import pytest
 
-from asyncrl.errors import ReplayError, RunError
-from asyncrl.launch.children import ChildProcesses, ChildState, WatchedReplay
+from asyncrl.errors import RunError
+from asyncrl.launch.children import ChildProcesses, ChildState
 from asyncrl.launch.job import Job, RunInfo, failure_file, pop_failure, report_failure
 from asyncrl.observability.signals import StopFlag
-from asyncrl.replay.client import ZmqLearnerPort
 
 
 class Child:
@@ -35,21 +34,6 @@ class Child:
         return 0
 
 
-def watched(monkeypatch, children, failures):
-    """A replay's port that does not answer the first questions."""
-    left = [failures]
-
-    def status(port):
-        left[0] -= 1
-        if left[0] >= 0:
-            raise ReplayError("silence")
-        return {}
-
-    monkeypatch.setattr(ZmqLearnerPort, "__init__", lambda *_: None)
-    monkeypatch.setattr(ZmqLearnerPort, "status", status)
-    return WatchedReplay(children, "")
-
-
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
     monkeypatch.setattr("asyncrl.launch.children.POLL_INTERVAL", 0.001)
@@ -68,19 +52,6 @@ def children_of():
     yield make
     for children in made:
         children.end(0.0)
-
-
-def test_the_learner_does_not_wait_for_an_actor_that_backs_off(children_of, monkeypatch):
-    actor = Child("actor-0", ChildState.BACKING_OFF)
-    children = children_of(Child("replay", ChildState.RUNNING), actor)
-    assert watched(monkeypatch, children, 0).status() == {}
-    assert actor.polls > 0, "but it is looked after"
-
-
-def test_the_learner_waits_for_a_replay_that_died(children_of, monkeypatch):
-    replay = Child("replay", *[ChildState.BACKING_OFF] * 20, ChildState.RUNNING)
-    assert watched(monkeypatch, children_of(replay), 1).status() == {}
-    assert replay.states == [ChildState.RUNNING]
 
 
 @pytest.mark.parametrize("state", [ChildState.RUNNING, ChildState.BACKING_OFF])

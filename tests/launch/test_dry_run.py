@@ -55,6 +55,7 @@ REFUSED = {
     "--resume": "there is no run to resume",
     "--run-dir full": "already exists and is not empty",
     "--correction.kind vtrace": "V-trace corrects",
+    "--correction.kind pathlib:Path": "pathlib:Path, which lacks weights",
     "--device cuda": "sees no CUDA device",
 }
 

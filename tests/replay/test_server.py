@@ -452,3 +452,26 @@ def test_more_groups_are_in_flight_than_the_window_of_an_outbox_holds(tmp_path: 
         assert len(next_batch(learner, groups=50, version=0, timeout=30.0)) == 50
         learner.stop()
         learner.close()
+
+
+def test_a_learner_looks_after_its_children_while_a_replay_comes_back(tmp_path: Path, endpoint: str) -> None:
+    polls: list[int] = []
+    replay: list[Served] = []
+
+    def poll() -> None:
+        polls.append(len(polls))
+        if len(polls) == 3:
+            replay.append(Served(tmp_path, endpoint).__enter__())
+        elif len(polls) > 1000:
+            raise ReplayError("it died too often")
+
+    learner = ZmqLearnerPort(endpoint, poll=poll)
+    try:
+        assert learner.status()[s.GROUPS_READY] == 0
+    finally:
+        replay[0].__exit__(None, None, None)
+    assert len(polls) >= 3
+    polls.extend([0] * 1000)
+    with pytest.raises(ReplayError, match="died too often"):
+        learner.status()
+    learner.close()

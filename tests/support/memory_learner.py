@@ -117,7 +117,9 @@ class MemoryPublisher:
         self.events.append(f"publish {version}")
         self.published[version] = tensors["logits"].clone()
 
-    def wait_for_first(self, version: int, timeout: float) -> None:
+    def wait_for_first(
+        self, version: int, timeout: float, stop_requested: Callable[[], bool] = lambda: False
+    ) -> None:
         self.events.append(f"first {version} within {timeout:g} s")
         if self.broken:
             raise WeightSyncError("actor-1 did not take version 0")

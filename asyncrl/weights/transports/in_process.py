@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -46,7 +46,9 @@ class InProcessPublisher(Publisher):
         source.write(self.views)
         self.version, self._seconds = version, time.monotonic() - begun
 
-    def wait_for_first(self, version: int, timeout: float) -> None:
+    def wait_for_first(
+        self, version: int, timeout: float, stop_requested: Callable[[], bool] = lambda: False
+    ) -> None:
         """Check that `version` was published."""
         if self.version < version:
             raise WeightSyncError(f"Version {version} was never published: publish before waiting for it.")
