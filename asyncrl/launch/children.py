@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from enum import Enum
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Final
@@ -82,14 +81,6 @@ def redirect_output(log_path: str) -> None:
     faulthandler.enable()
 
 
-class ChildState(Enum):
-    """State of a supervised child."""
-
-    RUNNING = "running"
-    BACKING_OFF = "backing off"
-    FINISHED = "finished"
-
-
 class Supervisor:
     """Runs one child process and respawns it when it dies; used by one thread, with which the child ends."""
 
@@ -110,12 +101,11 @@ class Supervisor:
             back_off: Seconds before a respawn, >= 0; doubled for a child that lived shorter than
                 QUICK_SECONDS, at most MAX_BACK_OFF.
         """
-        self.name, self.respawns = name, 0
+        self.name, self.respawns, self.finished = name, 0, False
         self._deaths = self._quick_deaths = 0  # In a row.
         self._call, self._log_path = (target, args, str(log_path)), log_path
         self._max_respawns, self._back_off, self._clock = max_respawns, back_off, clock
-        self._due: float | None = None
-        self._stopped = False
+        self._due: float | None = None  # time of the next respawn
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log_start = log_path.stat().st_size if log_path.exists() else 0
         self._child = self._spawn()
@@ -126,29 +116,24 @@ class Supervisor:
         assert self._child.pid is not None
         return self._child.pid
 
-    def poll(self) -> ChildState:
-        """Return the child's state without waiting; respawn it if its back-off is over."""
-        if self._stopped:
-            return ChildState.FINISHED
-        if self._due is not None:
-            if self._clock() < self._due:
-                return ChildState.BACKING_OFF
+    def poll(self) -> None:
+        """Set `finished`, or respawn a dead child once its back-off is over; raises if it died too often."""
+        if self._due is not None and self._clock() >= self._due:
             self._due = None
             self.respawns += 1
             waits.count(waits.RESPAWNS)
             self._child = self._spawn()
-            return ChildState.RUNNING
-        if self._child.exitcode is None:
-            return ChildState.RUNNING
+        if self.finished or self._due is not None or self._child.exitcode is None:
+            return
         if self._child.exitcode == 0:
-            return ChildState.FINISHED
+            self.finished = True
+            return
         lived = self._clock() - self._born
         self._deaths = 1 if lived >= HEALTHY_SECONDS else self._deaths + 1
         self._quick_deaths = 0 if lived >= QUICK_SECONDS else self._quick_deaths + 1
         if self._deaths > self._max_respawns:
             raise RunError(self._death_report(self._child.exitcode))
         self._due = self._clock() + min(self._back_off * 2 ** max(0, self._quick_deaths - 1), MAX_BACK_OFF)
-        return ChildState.BACKING_OFF
 
     def wait(self, deadline: float) -> bool:
         """Wait at most `deadline` seconds for the child's end; False if it still runs."""
@@ -157,7 +142,7 @@ class Supervisor:
 
     def stop(self, deadline: float) -> int:
         """End the child for good: SIGTERM, and after `deadline` seconds SIGKILL; returns its exit code."""
-        self._due, self._stopped = None, True
+        self._due, self.finished = None, True
         for end, seconds in ((self._child.terminate, deadline), (self._child.kill, KILL_DEADLINE)):
             if self._child.exitcode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -214,7 +199,6 @@ class ChildProcesses:
         self._report_failure = report_failure
         self.failure: RunError | None = None
         self._supervisors: list[Supervisor] = []
-        self._states: dict[str, ChildState] = {}
         self._respawns_told: dict[str, int] = {}
         self._requests = queue.SimpleQueue[tuple[Callable[[], Supervisor], Future[None]]]()
         self._ending = self._reported = False
@@ -251,8 +235,8 @@ class ChildProcesses:
         A child that came too late to hear of the run's end would go on for ever, or die again and again.
         """
         while not (over() or self.poll()):
-            states = list(self._states.values())
-            if states and all(state is ChildState.FINISHED for state in states):
+            children = list(self._supervisors)
+            if children and all(child.finished for child in children):
                 return
             time.sleep(POLL_INTERVAL)
 
@@ -274,7 +258,7 @@ class ChildProcesses:
             with self._polling:
                 try:
                     for child in [] if self._ending or self.failure else self._supervisors:
-                        self._states[child.name] = child.poll()
+                        child.poll()
                 except RunError as error:  # Raised or reported by the next `poll` of the rank.
                     self.failure = error
 
@@ -284,7 +268,6 @@ class ChildProcesses:
         except Exception as error:  # The thread's boundary: raised by `spawn`.
             done.set_exception(error)
             return
-        self._states[child.name] = ChildState.RUNNING
         self._supervisors.append(child)
         done.set_result(None)
 

@@ -118,22 +118,20 @@ def plan(
 
 
 class VersionPlayer:
-    """Plays a version's episodes and draws some of them. Keeps the simulators between two versions."""
+    """Plays a version's episodes and draws some of them. The simulators live as long as it."""
 
     def __init__(
         self, config: TrainConfig, plan: EvaluationPlan, run_dir: Path, device: torch.device
     ) -> None:
-        self._config, self._plan, self._run_dir, self._device = config, plan, run_dir, device
-        self._pool: SimulatorPool | None = None
+        self._config, self._plays, self._run_dir, self._device = config, plan.plays, run_dir, device
+        self._pool = SimulatorPool(plan.source, config.evaluation.workers)
+        self.close = self._pool.close
 
     def __call__(self, version: int, folder: Path | None) -> tuple[Evaluation, str, str]:
         """Measure one version; see `run_checkpoints.Measure`."""
-        patience, plays = self._config.startup_timeout, self._plan.plays
+        patience, plays = self._config.startup_timeout, self._plays
         with process_status.activity(f"loading version {version} to play it", patience):
             policy = load_policy_version(self._config, folder, self._device)
-            if self._pool is None:
-                workers = self._config.evaluation.workers
-                self._pool = SimulatorPool(self._plan.source, workers)
         shown = self._play(policy, plays[:MOVIES], version, 0, keep_frames=True)
         others = self._play(policy, plays[MOVIES:], version, len(shown), keep_frames=False)
         del policy
@@ -145,20 +143,14 @@ class VersionPlayer:
         _free_memory(self._device)
         return result, sheet, movie
 
-    def close(self) -> None:
-        """End the simulators."""
-        if self._pool is not None:
-            self._pool.close()
-
     def _play(
         self, policy: Policy, plays: Sequence[Play], version: int, before: int, *, keep_frames: bool
     ) -> list[SimulatedEpisode]:
-        assert self._pool is not None
         played = list[SimulatedEpisode]()
 
         def doing() -> str:
             done = before + len(played)
-            return f"true success of version {version}: {done} of {len(self._plan.plays)} episodes"
+            return f"true success of version {version}: {done} of {len(self._plays)} episodes"
 
         act = acting(policy, sampling_of(self._config), ROWS)
         with process_status.activity(doing(), self._config.hang_timeout):

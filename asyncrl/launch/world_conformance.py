@@ -6,7 +6,7 @@ Dimension letters: B slots, C steps per decision, A numbers per action, H/W pixe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from types import MappingProxyType
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from asyncrl.devices.offload import HoldsAddresses, OffloadedTensors
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.errors import ConfigError
 from asyncrl.learner.interface import describe_tensor
-from asyncrl.records import ActionSpec, StartState
+from asyncrl.records import StartState
 from asyncrl.registry import FLAGS
 from asyncrl.worlds.interface import World
 
@@ -88,14 +88,10 @@ class Trial:
 
     def start(self, states: Sequence[StartState], *, decisions: int = DECISIONS) -> Any:
         """Open slots, and check the state."""
-        world, require, size = self.world, self.report.require, self.world.image_size
-        require(isinstance(world.version, int), "version", world.version, "an int")
-        require(isinstance(world.action_spec, ActionSpec), "action_spec", world.action_spec, "one")
-        modules = world.modules()
-        require(isinstance(modules, Mapping), "modules", type(modules).__name__, "a mapping")
+        require, size, rows = self.report.require, self.world.image_size, len(states)
         wrong = [state.frame.shape for state in states if state.frame.shape != (size, size, 3)]
         require(not wrong, "image_size", size, f"that of the start states, {wrong}")
-        state, rows = world.start(states, decisions=decisions), len(states)
+        state = self.world.start(states, decisions=decisions)
         require(len(state) == rows, "start", f"a state of {len(state)} rows", f"{rows} rows")
         self.report.array("start().finite", state.finite, "bool", (rows,))
         require(bool(state.finite.all()), "start().finite", state.finite.tolist(), "True everywhere")
@@ -234,23 +230,6 @@ def _parked(trial: Trial) -> str:
     return f"{nbytes / 2**20:.1f} MiB of weights may be parked and come back"
 
 
-def _room(trial: Trial) -> str:
-    def decide_twice(decisions: int) -> Tensor:
-        _, after = trial.imagine(trial.start(trial.two[:1], decisions=decisions), trial.actions(1), SEEDS[:1])
-        return trial.imagine(after, trial.actions(1), SEEDS[:1])[0]
-
-    try:
-        frames = decide_twice(1)
-    except AsyncRLError:
-        return "a decision more than was announced is refused"
-    except (IndexError, RuntimeError, ValueError, AssertionError) as error:
-        trial.report.require(False, "imagine", _named(error), "a ConfigError for a decision without room")
-        raise
-    said = "in a decision more than was announced, without an error"
-    trial.alike(frames, decide_twice(2), "imagine", said)
-    return "any number of decisions may follow"
-
-
 def _not_finite(trial: Trial) -> str:
     actions, require = trial.actions(2), trial.report.require
     poisoned = actions.clone()
@@ -266,38 +245,6 @@ def _not_finite(trial: Trial) -> str:
     return "actions that are not finite spoil their row, for good, and no other"
 
 
-def _shapes(trial: Trial) -> str:
-    world, steps, dim = trial.world, trial.world.action_spec.chunk, trial.world.action_spec.dim
-    for shape in ((2, steps + 1, dim), (2, steps, dim + 1), (1, steps, dim)):
-        actions = torch.zeros(shape, device=world.device)
-        wanted = (str([2, steps, dim]), str(list(shape)))
-        _refused(trial, lambda given=actions: world.imagine(trial.opened, given, SEEDS), "imagine", wanted)
-    many = (*SEEDS, 33)
-    _refused(trial, lambda: world.imagine(trial.opened, trial.actions(2), many), "imagine", ("2", "3"))
-    first = trial.two[0]
-    changed = {"frame": first.frame[1:], "context_frames": first.context_frames[:0]}
-    small = type(first)(**{**vars(first), **changed})
-    wanted = (str(list(small.frame.shape)), str(world.image_size))
-    _refused(trial, lambda: world.start([small], decisions=DECISIONS), "start", wanted)
-    return "what has another shape is refused, and both shapes are named"
-
-
-def _refused(trial: Trial, action: Callable[[], object], method: str, names: tuple[str, ...]) -> None:
-    came, fits = "content with a wrong shape", False
-    try:
-        with torch.inference_mode():
-            action()
-    except (AsyncRLError, IndexError, RuntimeError, TypeError, ValueError, AssertionError) as error:
-        text = str(error).replace("(", "[").replace(")", "]")
-        fits = isinstance(error, AsyncRLError | ValueError) and all(name in text for name in names)
-        came = _named(error)
-    trial.report.require(fits, method, came, f"an error that names {' and '.join(names)}")
-
-
-def _named(error: Exception) -> str:
-    return f"{type(error).__name__} ({error!s:.80})"
-
-
-_ALL = (_seeds, _neighbours, _siblings, _actions, _put_back, _ages, _parked, _room, _not_finite, _shapes)
+_ALL = (_seeds, _neighbours, _siblings, _actions, _put_back, _ages, _parked, _not_finite)
 CHECKS: Final = MappingProxyType({check.__name__[1:].replace("_", " "): check for check in _ALL})
 """Each checks one property of a world: raises `ConfigError` or returns a line."""

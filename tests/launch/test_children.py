@@ -8,29 +8,29 @@ from functools import partial
 import pytest
 
 from asyncrl.errors import RunError
-from asyncrl.launch.children import ChildProcesses, ChildState
+from asyncrl.launch.children import ChildProcesses
 from asyncrl.launch.job import Job, RunInfo, failure_file, pop_failure, report_failure
 from asyncrl.observability.signals import StopFlag
 
 
 class Child:
-    """A supervisor whose child's states are told beforehand; the last one stays."""
+    """A supervisor whose child finishes with the given poll; 0: never."""
 
-    def __init__(self, name: str, *states: ChildState) -> None:
-        self.name, self.states, self.respawns = name, list(states), 0
-        self.polls = 0
+    def __init__(self, name: str, finishes_with: int = 0) -> None:
+        self.name, self.finishes_with, self.respawns = name, finishes_with, 0
+        self.polls, self.finished = 0, False
         self.ended_after: float | None = None
 
-    def poll(self) -> ChildState:
+    def poll(self) -> None:
         self.polls += 1
-        return self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        self.finished = self.finished or self.polls == self.finishes_with
 
     def wait(self, deadline: float) -> bool:
         self.ended_after = deadline
         return False
 
     def stop(self, deadline: float) -> int:
-        self.states = [ChildState.FINISHED]
+        self.finished = True
         return 0
 
 
@@ -54,15 +54,14 @@ def children_of():
         children.end(0.0)
 
 
-@pytest.mark.parametrize("state", [ChildState.RUNNING, ChildState.BACKING_OFF])
-def test_an_actor_that_the_end_of_the_run_did_not_reach_is_ended(state, children_of):
-    actor = Child("actor-1", state)
+def test_an_actor_that_the_end_of_the_run_did_not_reach_is_ended(children_of):
+    actor = Child("actor-1")
     looks = iter([False, False, True])
     children = children_of(actor)
     children.run_until_done(over=lambda: next(looks))
     children.end(8.0)
     assert actor.ended_after == pytest.approx(8.0, abs=1.0)
-    assert actor.poll() is ChildState.FINISHED
+    assert actor.finished
 
 
 def test_a_rank_that_only_lends_its_device_stays_until_the_run_is_over(children_of):
@@ -73,20 +72,20 @@ def test_a_rank_that_only_lends_its_device_stays_until_the_run_is_over(children_
 
 def test_an_actor_that_dies_after_the_end_of_the_run_fails_nobody(children_of):
     class Dying(Child):
-        def poll(self) -> ChildState:
+        def poll(self) -> None:
             raise RunError("died too often")
 
-    children_of(Dying("actor-1", ChildState.RUNNING)).run_until_done(over=lambda: True)
+    children_of(Dying("actor-1")).run_until_done(over=lambda: True)
 
 
 def test_a_busy_rank_delays_no_respawn_and_hears_of_the_last_death_when_it_looks(children_of):
     class DyingInTheEnd(Child):
-        def poll(self) -> ChildState:
-            if super().poll() is ChildState.FINISHED:
+        def poll(self) -> None:
+            super().poll()
+            if self.finished:
                 raise RunError("died too often")
-            return ChildState.RUNNING
 
-    child = DyingInTheEnd("actor-0", *[ChildState.RUNNING] * 3, ChildState.FINISHED)
+    child = DyingInTheEnd("actor-0", finishes_with=4)
     children = children_of(child)
     until = time.monotonic() + 10
     while child.polls < 4:  # Nobody looks, as during a long update.
@@ -99,7 +98,7 @@ def test_a_busy_rank_delays_no_respawn_and_hears_of_the_last_death_when_it_looks
 @pytest.mark.parametrize(("local_rank", "local_size"), [(1, 2), (0, 1)], ids=["near", "far"])
 def test_a_rank_that_reports_its_failure_stays_until_the_run_is_over(tmp_path, local_rank, local_size):
     class Dying(Child):
-        def poll(self) -> ChildState:
+        def poll(self) -> None:
             raise RunError("actor-1 died 6 times in a row")
 
     sockets, hosts = tmp_path / "sockets", tmp_path / "run" / "hosts"
@@ -108,7 +107,7 @@ def test_a_rank_that_reports_its_failure_stays_until_the_run_is_over(tmp_path, l
     info = RunInfo(run_dir=str(hosts.parent), replay_endpoint="", weights_endpoint="", sockets=str(sockets))
     job = Job(rank=1, size=2, local_rank=local_rank, local_size=local_size)
     children = ChildProcesses(StopFlag(), report_failure=partial(report_failure, info, job))
-    children.spawn(lambda: Dying("actor-1", ChildState.RUNNING))
+    children.spawn(lambda: Dying("actor-1"))
     said: list[str] = []
 
     def over() -> bool:
@@ -125,9 +124,9 @@ def test_a_rank_that_reports_its_failure_stays_until_the_run_is_over(tmp_path, l
 
 
 def test_children_are_watched_until_all_finished_or_a_stop_is_asked_for(children_of):
-    finishing = Child("actor-1", *[ChildState.RUNNING] * 5, ChildState.FINISHED)
+    finishing = Child("actor-1", finishes_with=6)
     children_of(finishing).run_until_done(over=lambda: False)
-    assert finishing.states == [ChildState.FINISHED]
-    children = children_of(Child("actor-1", ChildState.RUNNING))
+    assert finishing.polls >= 6
+    children = children_of(Child("actor-1"))
     children._stop.set = True
     children.run_until_done(over=lambda: False)

@@ -11,7 +11,6 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from support import ROOT
-from support.slurm import AWAIT_TASKS
 from support.whole_runs import PATIENCE
 
 SCRIPTS = ROOT / "torchrun_scripts"
@@ -28,6 +27,15 @@ bash -c 'trap "echo the rank was asked >> \\"$CALLS\\"; exit 0" TERM; echo ready
 [[ ${QUICK:-} ]] && { kill -KILL $!; exit "$QUICK"; }
 wait $!
 """
+AWAIT_TASKS = """
+code=0
+for task in "${tasks[@]}"; do
+    while kill -0 "$task" 2> /dev/null; do wait "$task" && last=0 || last=$?; done
+    ((last)) && code=$last
+done
+exit "$code"
+"""
+"""End of an srun: waits for all `tasks`, also when a signal ends a wait, with the last code that is not 0."""
 FAKES = {
     "torchrun": NOTE + TORCHRUN,
     "scontrol": NOTE + '[[ $1 == show ]] && printf "%s\\n" node-1 node-2 node-3; exit 0',

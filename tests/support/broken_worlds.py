@@ -194,44 +194,7 @@ class Stale(SoundWorld):
         self.patterns = nn.Linear(7, SIZE * SIZE * 3, bias=False)
 
 
-class Endless(SoundWorld):
-    """Repeats the last picture where there is no room left, and says nothing."""
-
-    def imagine(self, state: Any, actions: Any, noise_seeds: Sequence[int]) -> tuple[Tensor, Any]:
-        if state.left.all():
-            return super().imagine(state, actions, noise_seeds)
-        return shown(state.pixels)[:, None].repeat(1, 8, 1, 1, 1), state
-
-
-def checked(check: Callable[[Any, Any], object]) -> Callable[[], SoundWorld]:
-    """Build a world that looks at its state and actions first, in a way of its own."""
-
-    class Checked(SoundWorld):
-        def imagine(self, state: Any, actions: Any, noise_seeds: Sequence[int]) -> tuple[Tensor, Any]:
-            check(state, actions)
-            return super().imagine(state, actions, noise_seeds)
-
-    return Checked
-
-
-def overrun(state: Any, actions: Any) -> None:
-    """Run over the end of the memory."""
-    if not state.left.all():
-        raise IndexError("index 9 is out of bounds for dimension 1 with size 9")
-
-
-def curt(state: Any, actions: Any) -> None:
-    """Refuse, and do not say what."""
-    if actions.shape != (len(state), 8, 7):
-        raise ValueError("wrong shape")
-
-
-def asserting(state: Any, actions: Any) -> None:
-    """Leave it to an assertion."""
-    assert actions.shape == (len(state), 8, 7)
-
-
-# ---- what is not finite, what has another shape --------------------------------------------------
+# ---- what is not finite --------------------------------------------------------------------------
 
 
 class Contagious(SoundWorld):
@@ -252,21 +215,6 @@ class Forgiving(SoundWorld):
         return frames, replace(again, pixels=after.pixels.nan_to_num())
 
 
-class Lenient(SoundWorld):
-    """Takes the first steps of too many."""
-
-    def imagine(self, state: Any, actions: Any, noise_seeds: Sequence[int]) -> tuple[Tensor, Any]:
-        return super().imagine(state, actions[:, :8, :7].expand(len(state), -1, -1), noise_seeds)
-
-
-class Cropping(SoundWorld):
-    """Begins with pictures of any size."""
-
-    def start(self, states: Sequence[StartState], *, decisions: int) -> Canvas:
-        whole = [replace(s, frame=np.resize(s.frame, (SIZE, SIZE, 3))) for s in states]
-        return super().start(whole, decisions=decisions)
-
-
 BROKEN: Mapping[str, tuple[Callable[[], SoundWorld], str, str]] = {
     "draws from a generator of its own": (Unseeded, "seeds", "another film from the same state"),
     "draws into the state it was given": (Changing, "seeds", "another film from the same state"),
@@ -281,8 +229,6 @@ BROKEN: Mapping[str, tuple[Callable[[], SoundWorld], str, str]] = {
     "does not write all of a row": (with_state(Unwritten), "ages", "beside an older episode"),
     "has one age for all": (OneAge, "ages", "beside an older episode"),
     "forgets weights that move": (Stale, "parked", "after its weights were parked and back"),
-    "repeats itself without room": (Endless, "room", "more than was announced, without an error"),
-    "runs over its memory": (checked(overrun), "room", "IndexError (index 9 is out of bounds"),
     "takes NaN for nothing": (
         acted(torch.nan_to_num),
         "not finite",
@@ -290,17 +236,5 @@ BROKEN: Mapping[str, tuple[Callable[[], SoundWorld], str, str]] = {
     ),
     "lets NaN spread": (Contagious, "not finite", "[False, False], expected [False, True] after NaN"),
     "forgives NaN": (Forgiving, "not finite", "expected [False, True] after NaN"),
-    "crops actions": (
-        Lenient,
-        "shapes",
-        "content with a wrong shape, expected an error that names [2, 8, 7] and",
-    ),
-    "does not say the shapes": (
-        checked(curt),
-        "shapes",
-        "ValueError (wrong shape), expected an error that names",
-    ),
-    "asserts": (checked(asserting), "shapes", "AssertionError"),
-    "resizes what it begins with": (Cropping, "shapes", "start is content with a wrong shape"),
 }
 """How to build it, the check that must fail, and what it says."""

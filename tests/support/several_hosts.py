@@ -73,10 +73,6 @@ class SeveralHosts:
         """Put before a command, runs it on host `number`, counted from 1."""
         return ["nsenter", "--preserve-credentials", "-t", self._pids[number - 1], "-U", "-n", "-u", "-m"]
 
-    def from_inside(self, number: int) -> list[str]:
-        """Put before a command of any of the hosts, runs it on host `number`."""
-        return ["nsenter", "-t", self._pids[number - 1], "-n", "-u", "-m"]
-
     def torchrun(
         self,
         tmp_path: Path,
