@@ -58,14 +58,21 @@ def failure(number: int, name: str = "bad", cause: Any = "world", left: int = 3)
 # ---- rows ----------------------------------------------------------------------------------------
 
 
+IN_FLIGHT = ("logprob", "world", "score", "start raises", "imagine raises")
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "later"])
-@pytest.mark.parametrize("part", CAUSE_OF)
+@pytest.mark.parametrize(
+    ("part", "slots", "stages"),
+    [*((part, 4, 1) for part in CAUSE_OF), *((part, slots, 2) for part in IN_FLIGHT for slots in (2, 3))],
+)
 def test_a_poisoned_row_ends_its_group_and_no_bit_of_its_neighbours_changes(
-    part: str, late: bool, tmp_path: Path
+    part: str, slots: int, stages: int, late: bool, tmp_path: Path
 ) -> None:
+    """With two stages members are in both halves: what the other half made of them is thrown away."""
     plain = inline_run(tmp_path / "plain", Poisoned())
     expected = episodes_of(plain, 4)
-    run = inline_run(tmp_path / "run", Poisoned({2: part}, late=late))
+    run = inline_run(tmp_path / "run", Poisoned({2: part}, late=late), slots=slots, stages=stages)
     found = episodes_of(run, 4)
     bad = next(n for n in range(4) if named(run, n) == "start-2")
 

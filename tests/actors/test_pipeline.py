@@ -26,10 +26,8 @@ from support.failing_models import (
     Poisoned,
     RowModels,
     RowState,
-    counts,
     episodes_of,
     inline_run,
-    named,
 )
 
 CPU = torch.device("cpu")
@@ -39,10 +37,6 @@ def rows(*numbers: int) -> RowState:
     return RowState(
         torch.tensor(numbers), torch.zeros(len(numbers), dtype=torch.long), torch.zeros(len(numbers))
     )
-
-
-def held(stage: Stage[Any], indices: list[int]) -> list[int]:
-    return stage.state_of(indices).number.tolist()
 
 
 # ---- what a stage remembers ----------------------------------------------------------------------
@@ -63,41 +57,6 @@ def test_a_decision_of_all_rows_swaps_the_states_and_copies_nothing() -> None:
     assert stage.state_of([0, 1]) is first
     stage.replace([0, 1], after)
     assert stage.state_of([0, 1]) is after
-
-
-def test_one_row_of_several_is_a_copy_and_is_put_back_alone() -> None:
-    stage = Stage(indices=range(2))
-    stage.open([0, 1], rows(7, 8))
-    alone = stage.state_of([1])
-    alone.number[0] = 99
-    assert held(stage, [0, 1]) == [7, 8], "a copy"
-    stage.replace([1], rows(80))
-    assert held(stage, [0, 1]) == [7, 80]
-
-
-def test_a_refill_writes_its_rows_and_leaves_the_others() -> None:
-    stage = Stage(indices=range(3, 6))
-    stage.open([3, 4, 5], rows(3, 4, 5))
-    before = stage.state_of([3, 4, 5])
-    stage.open([4], rows(40))
-    assert stage.state_of([3, 4, 5]) is before, "in place"
-    assert held(stage, [3, 4, 5]) == [3, 40, 5]
-
-
-def test_rows_follow_the_slots_that_are_live() -> None:
-    stage = Stage(indices=range(4))
-    stage.open([0, 1, 2, 3], rows(0, 1, 2, 3))
-    stage.keep([1, 3])
-    assert held(stage, [1, 3]) == [1, 3]
-    stage.replace([1, 3], rows(10, 30))
-    stage.open([0, 2], rows(5, 6))
-    assert held(stage, [0, 1, 2, 3]) == [5, 10, 6, 30]
-    fresh = rows(1, 2, 3, 4)
-    stage.open([0, 1, 2, 3], fresh)
-    assert stage.state_of([0, 1, 2, 3]) is fresh
-    stage.keep([])
-    stage.open([2], rows(9))
-    assert held(stage, [2]) == [9]
 
 
 # ---- the order of launches -----------------------------------------------------------------------
@@ -206,32 +165,6 @@ def test_stages_change_no_bit_of_any_episode(slots: int, stages: int, tmp_path: 
             np.testing.assert_array_equal(array, episode_arrays(episode)[name], name)
     plain.replay.close()
     halved.replay.close()
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["at once", "later"])
-@pytest.mark.parametrize("part", ["logprob", "world", "score", "start raises", "imagine raises"])
-@pytest.mark.parametrize("slots", [2, 3])
-def test_a_group_that_is_given_up_in_flight_leaves_no_trace(
-    slots: int, part: str, late: bool, tmp_path: Path
-) -> None:
-    """Its members are in both halves: what the other half made of them is thrown away."""
-    plain = inline_run(tmp_path / "plain", Poisoned())
-    expected = episodes_of(plain, 4)
-    run = inline_run(tmp_path / "run", Poisoned({2: part}, late=late), slots=slots, stages=2)
-    found = episodes_of(run, 4)
-    bad = next(n for n in range(4) if named(run, n) == "start-2")
-    assert {group for group, _ in found} == {f"{n:08d}" for n in range(5)} - {f"{bad:08d}"}
-    for key in found.keys() & expected.keys():
-        for name, array in episode_arrays(found[key]).items():
-            np.testing.assert_array_equal(array, episode_arrays(expected[key])[name], name)
-    assert sum(counts(run).values()) == 1
-    assert (run.actor.slots.live, list(run.actor.slots.pending), run.replay.state.limiter.open) == (
-        [],
-        [],
-        {},
-    )
-    plain.replay.close()
-    run.replay.close()
 
 
 def test_an_actor_can_leave_while_a_half_is_in_flight(tmp_path: Path) -> None:

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from asyncrl.errors import ReplayError
 from asyncrl.learner.batches import batch_metrics as metrics_of_outcomes
@@ -81,25 +79,6 @@ def test_an_episode_that_fails_for_good_counts_as_terminated_and_not_as_solved()
     assert values[m.STEP_REWARD] == pytest.approx(1.5 / 20)  # 12 steps until the success, and 8.
     assert values[m.REWARD] == pytest.approx((1.5 / 12 + 0) / 2)
     assert values[m.REWARD_STD] == 0.75  # Of 1.5 and 0.
-
-
-def test_a_reward_on_the_way_counts_and_does_not_end_the_episode() -> None:
-    shaped = episode(rows=(0, 1), success_at=11)
-    shaped.rewards[0, 2] = 0.5
-    batch = build_batch([[shaped, episode(member=1, rows=(2,))]], version=0)
-    assert batch.rewards.sum() == batch.returns[0] == 1.5
-    assert batch.lengths.tolist() == [12, 8]
-
-
-@given(order=st.permutations(range(3)), members=st.permutations(range(2)))
-def test_the_order_of_groups_and_members_changes_no_episode(order: list[int], members: list[int]) -> None:
-    groups = groups_of([[3, -1], [-1, 9], [-1, -1]])
-    straight = build_batch(groups, version=0)
-    shuffled = build_batch([[groups[g][i] for i in members] for g in order], version=0)
-    back = torch.cat([torch.arange(4) + 4 * order.index(g) for g in range(3)])
-    assert torch.equal(shuffled.sample["tokens"][back], straight.sample["tokens"])
-    assert torch.equal(shuffled.rewards[back], straight.rewards)
-    assert torch.equal(shuffled.mask[back], straight.mask)
 
 
 @pytest.mark.parametrize("members", [[0], [0, 0], [0, 1, 1], []])

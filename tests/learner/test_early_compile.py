@@ -181,20 +181,15 @@ def counting(update: Update, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-def test_a_stop_is_seen_between_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    update = an_update(compiled=False)
-    made, asked = counting(update, monkeypatch), list[int]()
-    EarlyCompile(update, SHOWN, SAMPLING, lambda: asked.append(1) or len(asked) > 1)(0)
-    assert len(made) == 1
-
-
-def test_a_batch_that_is_ready_is_not_kept_waiting_for_more_than_a_pass(
+def test_neither_a_stop_nor_a_batch_that_is_ready_waits_for_more_than_a_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    update = an_update(compiled=False)
+    update, asked = an_update(compiled=False), list[int]()
     made = counting(update, monkeypatch)
-    EarlyCompile(update, SHOWN, SAMPLING, batch_ready=lambda: True)(0)
+    EarlyCompile(update, SHOWN, SAMPLING, lambda: asked.append(1) or len(asked) > 1)(0)
     assert len(made) == 1
+    EarlyCompile(update, SHOWN, SAMPLING, batch_ready=lambda: True)(0)
+    assert len(made) == 2
 
 
 def test_placeholders_have_the_types_and_shapes_of_true_decisions() -> None:

@@ -78,17 +78,14 @@ def test_waiting_too_long_ends_the_run_with_what_the_replay_holds(tmp_path: Path
     assert run.replay.timeouts == [1.0, 1.0, 0.5]
 
 
-def test_a_batch_that_moves_on_is_waited_for_longer_than_the_timeout(tmp_path: Path) -> None:
-    run = Run(tmp_path, updates=1, batch_timeout=5.0, seconds_to_fill=40.0)
-    run.replay.filling = lambda seconds: {"groups": 0, "episodes": int(seconds // 4), "decisions": 0}
-    run.learner.run()
-    assert run.learner.version == 1
-
-
-def test_the_first_episode_may_take_longer_than_the_timeout_while_decisions_are_made(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("moving", "seconds_to_fill"), [("episodes", 40.0), ("decisions", 80.0)])
+def test_a_batch_that_moves_on_is_waited_for_longer_than_the_timeout(
+    tmp_path: Path, moving: str, seconds_to_fill: float
+) -> None:
     """6 decisions per episode, 4 episodes, one batch ahead: 24 decisions at most."""
-    run = Run(tmp_path, updates=1, batch_timeout=5.0, seconds_to_fill=80.0)
-    run.replay.filling = lambda seconds: {"groups": 0, "episodes": 0, "decisions": int(seconds // 4)}
+    run = Run(tmp_path, updates=1, batch_timeout=5.0, seconds_to_fill=seconds_to_fill)
+    nothing = {"groups": 0, "episodes": 0, "decisions": 0}
+    run.replay.filling = lambda seconds: nothing | {moving: int(seconds // 4)}
     run.learner.run()
     assert run.learner.version == 1
 
@@ -168,18 +165,13 @@ def test_a_second_ctrl_c_cuts_the_update_and_keeps_the_checkpoint_before(tmp_pat
     assert run.events[-1] == "stop"
 
 
-def test_times_and_rates_cover_the_whole_row(tmp_path: Path) -> None:
+def test_a_row_has_the_metrics_of_every_part_and_its_times_and_rates_cover_all_of_it(tmp_path: Path) -> None:
     run = Run(tmp_path, updates=2, seconds_to_fill=6.0)
     run.learner.run()
     for row in run.log.rows.values():  # 6 s of waiting, then two calls of the policy (gradient, movement)
         assert row[s.UPDATE_SECONDS] == 2.0
         assert row[s.LEARNER_WAITING] == pytest.approx(6 / 8)
         assert row[s.GROUPS_PER_MINUTE] == pytest.approx(60 * 2 / 8)
-
-
-def test_a_row_has_the_metrics_of_every_part(tmp_path: Path) -> None:
-    run = Run(tmp_path, updates=1)
-    run.learner.run()
     row = run.log.rows[1]
     assert row[s.GROUPS_READY] == 5.0
     assert row[s.WEIGHTS_VERSION] == 1.0

@@ -105,7 +105,9 @@ def updated(
 @pytest.mark.parametrize(
     ("name", "decoding"), [*[(name, "parallel") for name in RECIPES], ("steps", "autoregressive")]
 )
-def test_the_update_is_that_of_decisions_evaluated_alone_with_less_padding(name: str, decoding: str) -> None:
+def test_the_update_is_that_of_decisions_evaluated_alone_with_less_padding_or_one_shape(
+    name: str, decoding: str
+) -> None:
     alone, values, unpadded = updated(name, decoding=decoding, micro_batch=1)
     _, _, in_order = updated(name, decoding=decoding, in_order=True)
     found, other, seen = updated(name, decoding=decoding)
@@ -115,12 +117,6 @@ def test_the_update_is_that_of_decisions_evaluated_alone_with_less_padding(name:
     assert len(seen.passes) == len(in_order.passes)
     assert_same(found, other, alone, values)
 
-
-@pytest.mark.parametrize(
-    ("name", "decoding"), [*[(name, "parallel") for name in RECIPES], ("steps", "autoregressive")]
-)
-def test_passes_of_one_shape_make_the_same_update(name: str, decoding: str) -> None:
-    alone, values, _ = updated(name, decoding=decoding, micro_batch=1)
     found, other, seen = updated(name, decoding=decoding, micro_batch=9, fixed=True)
     _, length, padded = next(iter(seen.shapes))
     few = {(FEW, length, padded)} if name in ("grpo", "episodes", "ppo", "vtrace") else set()

@@ -79,15 +79,6 @@ def test_dense_rewards_add_up_to_the_return_whatever_their_signs() -> None:
     assert metrics[m.REWARD] == pytest.approx(float((batch.returns / torch.tensor([11, 9])).mean()), abs=1e-6)
 
 
-def test_only_time_that_ran_out_is_not_the_end() -> None:
-    group = [played(0, "terminated"), played(1, "truncated")]
-    assert build_batch([group], version=0).terminated.tolist() == [True, False]
-    assert build_batch([[played(0, "success"), played(1, "truncated")]], version=0).terminated.tolist() == [
-        True,
-        False,
-    ]
-
-
 @pytest.mark.parametrize("end", ["success", "terminated", "truncated"])
 def test_the_bootstrap_at_the_end_by_hand(end: EndReason) -> None:
     """The next episode begins on rows 2 and 3, whose values must not appear anywhere."""

@@ -24,7 +24,7 @@ from asyncrl.learner.prepare import split_minibatches
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import LAG_RANGES
 from support.slow_update import OUTCOMES, Table, name_of, recipe, slow_loss, stale_batch
-from support.table_policy import TableActorCritic, TablePolicy, episode, groups_of
+from support.table_policy import TableActorCritic, TablePolicy, groups_of
 
 
 def policy_for(config: TrainConfig) -> TablePolicy:
@@ -212,17 +212,6 @@ def test_decisions_without_signal_are_not_evaluated_but_stay_in_the_denominator(
     assert everything.evaluated[0] == 17
 
 
-def test_an_update_makes_what_won_likelier_and_what_lost_less_likely() -> None:
-    groups = [[episode(member=0, rows=(0,), success_at=7), episode(member=1, rows=(1,))]]
-    batch, policy = build_batch(groups, version=0), TablePolicy()
-    before = Table.of(policy).logprobs(batch)[0]
-    batch = dataclasses.replace(batch, behaviour_logprob=before.detach().float())
-    build_update(recipe(algorithm__group_size=2), policy)(batch)
-    after = Table.of(policy).logprobs(batch)[0]
-    assert after[0].sum() > before[0].sum()
-    assert after[1].sum() < before[1].sum()
-
-
 # --- the critic ---------------------------------------------------------------
 
 
@@ -259,11 +248,6 @@ def test_the_value_clip_is_counted() -> None:
         algorithm__kind="ppo", algorithm__epochs=4, critic__value_clip=0.01, critic__learning_rate=0.1
     )
     assert 0 < build_update(config, TableActorCritic(rows=8))(stale_batch())[m.VALUE_CLIP_RATIO] < 1
-
-
-def test_vtrace_without_a_critic_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"vtrace.*--algorithm.kind"):
-        recipe(correction__kind="vtrace")
 
 
 def test_a_batch_without_behaviour_logprobs_is_refused_unless_they_are_not_needed() -> None:
@@ -304,17 +288,10 @@ def test_staleness_metrics_are_means_over_valid_tokens(micro_batch: int) -> None
         m.ENTROPY_LOSS: entropy.detach()[chosen].mean(),
         m.RATIO: torch.tensor(1.0),
         m.CLIP_FRACTION: torch.tensor(0.0),
+        m.CLIPPED_RATIO: torch.tensor(1.0),
     }
     for metric, value in expected.items():
         assert values[metric] == pytest.approx(float(value), rel=1e-4), metric.name
-
-
-def test_fresh_samples_have_weight_one_and_no_mismatch() -> None:
-    values = build_update(recipe(), TablePolicy(rows=8))(stale_batch(spread=0.0))
-    assert values[m.IMPORTANCE_MEAN] == pytest.approx(1.0, abs=1e-5)
-    assert values[m.ESS] == values[m.IMPORTANCE_ESS] == pytest.approx(1.0, abs=1e-5)
-    assert values[m.MISMATCH_KL] == pytest.approx(0.0, abs=1e-6)
-    assert values[m.CLIPPED_RATIO] == pytest.approx(1.0)
 
 
 def test_the_kl_that_the_update_moved_is_k3_over_valid_tokens() -> None:
@@ -444,10 +421,9 @@ def test_several_epochs_evaluate_no_decision_more_often_and_measure_staleness_on
 # --- what the readings are of -------------------------------------------------
 
 
-@pytest.mark.parametrize("more", [{}, {"algorithm__entropy_coef": 1e-9}])
-def test_readings_are_of_the_same_decisions_whether_or_not_all_are_evaluated(more: dict[str, Any]) -> None:
+def test_readings_are_of_the_same_decisions_whether_or_not_all_are_evaluated() -> None:
     plain = build_update(recipe(), TablePolicy(rows=8))(stale_batch())
-    other = build_update(recipe(**more), TablePolicy(rows=8))(stale_batch())
+    other = build_update(recipe(algorithm__entropy_coef=1e-9), TablePolicy(rows=8))(stale_batch())
     for metric in (m.ESS, m.MISMATCH_KL, m.ENTROPY_LOSS, m.IMPORTANCE_MEAN, m.IMPORTANCE_CAPPED):
         assert other[metric] == pytest.approx(plain[metric], rel=1e-5), metric.name
 

@@ -79,23 +79,24 @@ def test_two_ranks_make_the_update_of_one(name: str, fixed: bool) -> None:
             assert values[metric.name] == pytest.approx(value, rel=1e-3, abs=1e-6), metric.name
 
 
-def test_minibatches_of_two_ranks_train_the_critic_in_step() -> None:
+@pytest.mark.parametrize(
+    ("name", "metrics"),
+    [
+        ("ppo", (m.ADVANTAGES_MAX, m.VALUES_MEAN, m.RETURNS_MEAN, m.EXPLAINED_VARIANCE, m.MISMATCH_KL)),
+        ("steps", (m.MISMATCH_KL, m.ESS, m.IMPORTANCE_MEAN, m.IMPORTANCE_MAX)),
+    ],
+    ids=["ppo", "steps"],
+)
+def test_several_steps_keep_two_ranks_in_step_also_where_one_learns_nothing(
+    name: str, metrics: tuple[Metric, ...]
+) -> None:
     # Minibatches are dealt per rank, so only what no dealing changes is compared with one rank.
-    _, alone = updated("ppo", LearnerRanks(), slice(None))
-    (gradients, values), (_, others) = run_ranks(on_ranks, "ppo")
-    assert values == others
-    assert max(float(g.abs().max()) for g in gradients.values()) > 0
-    for metric in (m.ADVANTAGES_MAX, m.VALUES_MEAN, m.RETURNS_MEAN, m.EXPLAINED_VARIANCE, m.MISMATCH_KL):
-        assert values[metric.name] == pytest.approx(alone[metric], rel=1e-3, abs=1e-6), metric.name
-
-
-def test_a_rank_whose_groups_teach_nothing_keeps_in_step_before_the_first_of_several_steps() -> None:
-    _, alone = updated("steps", LearnerRanks(), slice(None))
-    (gradients, values), (_, others) = run_ranks(on_ranks, "steps")
+    _, alone = updated(name, LearnerRanks(), slice(None))
+    (gradients, values), (_, others) = run_ranks(on_ranks, name)
     assert values == others
     assert max(float(g.abs().max()) for g in gradients.values()) > 0
     assert values[m.APPROX_KL.name] > 0
-    for metric in (m.MISMATCH_KL, m.ESS, m.IMPORTANCE_MEAN, m.IMPORTANCE_MAX):
+    for metric in metrics:
         assert values[metric.name] == pytest.approx(alone[metric], rel=1e-3, abs=1e-6), metric.name
 
 

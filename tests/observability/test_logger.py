@@ -68,16 +68,10 @@ def rows_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_header_and_row_stand_under_each_other():
+def test_header_and_rows_stand_under_each_other_whatever_the_numbers():
     assert header() == HEADER
     assert render(41, VALUES, eta=6730) == ROW_41
-
-
-def test_an_absent_reading_is_a_dash():
     assert render(7, {}, math.nan) == ROW_NONE
-
-
-def test_large_and_broken_numbers_keep_the_columns():
     wild = VALUES | {m.GRAD_NORM: 123456.0, m.APPROX_KL: math.nan, m.SUCCESS_ONCE: 1.0, m.CLIP_FRACTION: 1.0}
     wild |= {s.LEARNER_WAITING: 1.0, s.ACTORS_WAITING: 1.0}
     assert render(123456, wild, 359999) == (

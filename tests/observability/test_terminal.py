@@ -93,11 +93,9 @@ def test_a_console_that_stands_still_is_waited_for_once(tmp_path: Path) -> None:
 WORDS = "ten words that say what was found here and there"
 
 
-def test_a_file_gets_whole_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_gets_whole_lines_and_a_terminal_those_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
     assert hanging("name  ", WORDS) == f"name  {WORDS}"
-
-
-def test_a_terminal_gets_lines_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "32")
     assert hanging("name  ", WORDS) == ("name  ten words that say what\n      was found here and there")
@@ -105,11 +103,6 @@ def test_a_terminal_gets_lines_that_fit(monkeypatch: pytest.MonkeyPatch) -> None
         "name  /a/path/that/is/longer/than/the/terminal"
     )
     assert hanging("name  ", "") == "name  "
-
-
-def test_a_long_first_part_has_a_line_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", "32")
     assert hanging("a_rather_long_name.toml  ", WORDS) == (
         "a_rather_long_name.toml\n    ten words that say what was\n    found here and there"
     )

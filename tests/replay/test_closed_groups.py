@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +23,8 @@ from asyncrl.replay.store import EpisodeStore
 from support.episodes import make_episode
 from support.replay import Clock, read_batch
 
+pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
 HORIZON = 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_waiting_for_the_disk() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("asyncrl.storage.atomic.flush", lambda path: None)
-        patch.setattr(os, "fdatasync", lambda handle: None)
-        yield
 
 
 def open_small(

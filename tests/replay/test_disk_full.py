@@ -91,17 +91,3 @@ def test_an_attempt_is_made_once_a_second(tmp_path: Path) -> None:
         assert not wait.due
         clock.now += 0.5
         assert wait.due
-
-
-def test_a_disk_that_fills_up_while_a_group_is_written_counts_as_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = EpisodeStore(tmp_path, group_size=2, max_bytes=10**9)
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("asyncrl.storage.atomic.flush", full)
-    with pytest.raises(DiskFull, match="max-gigabytes"):
-        store.enter(store.write(0, [make_episode(0, member) for member in range(2)]))
-    assert not list(tmp_path.glob("group-*"))

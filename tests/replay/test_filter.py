@@ -31,6 +31,7 @@ from asyncrl.replay_tools.verify import problem_with_file
 from support.episodes import make_episode
 from support.replay import Clock, next_batch, read_batch
 
+pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
 Seen = dict[int, tuple[list[tuple[str, int, int, bool]], dict[str, float]]]
 """Version -> group, policy version, world and success of its batch's episodes; and the replay's metrics."""
 
@@ -220,13 +221,6 @@ def test_equal_returns_are_what_makes_a_group_constant() -> None:
     assert has_no_signal([winner, later]), "both return 1"
     assert not has_no_signal([winner, loser])
     assert has_no_signal([loser, loser])
-
-
-def test_without_the_filter_constant_groups_are_used(tmp_path: Path) -> None:
-    replay = begun(tmp_path, filtering=False)
-    push(replay, 0, (True, True))
-    assert read_batch(replay, 1, 0) is not None
-    assert "filtered" not in replay.contents()
 
 
 def test_a_group_sealed_just_before_a_crash_is_filtered_when_the_folder_is_opened(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,15 +25,6 @@ def read(path: Path) -> tuple[list[int], list[str]]:
     """The numbers that are believed, and the damage that is reported."""
     warnings = list[str]()
     return [entry["ready"] for entry in read_entries(path, warnings.append)], warnings
-
-
-def test_a_stranger_can_check_the_chain_as_the_page_says(tmp_path: Path) -> None:
-    previous = b"asyncrl-replay ledger"
-    for line in write(tmp_path / "ledger.log", 5):
-        body, _, digits = line.rstrip(b"\n").rpartition(b',"crc32":"')
-        assert zlib.crc32(previous + body + b"}") == int(digits[:8], 16)
-        assert list(json.loads(line))[-1] == "crc32"
-        previous = digits[:8]
 
 
 def test_one_changed_bit_in_a_line_does_not_make_up_for_one_in_the_checksum_before() -> None:

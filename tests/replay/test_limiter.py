@@ -16,6 +16,8 @@ from asyncrl.replay.replay import Replay
 from support.episodes import make_episode
 from support.replay import Clock, fill, grant_group, make_limiter, make_replay, read_batch, ready
 
+pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
+
 
 @pytest.mark.parametrize("max_lag", [0, 1, 3])
 @pytest.mark.parametrize("per_update", [1, 2, 5])
@@ -116,23 +118,6 @@ def test_video_is_kept_for_every_third_group() -> None:
     limiter = make_limiter(per_update=4)
     kept = [grant.keep_video for _ in range(7) if (grant := grant_group(limiter, "a"))]
     assert kept == [True, False, False, True, False, False, True]
-
-
-def test_a_group_is_ready_only_when_all_members_are_there(tmp_path: Path) -> None:
-    replay = make_replay(tmp_path, make_limiter(group_size=3, per_update=1))
-    grant = replay.grant("actor-0")
-    assert grant is not None
-    members = [make_episode(0, member, group_size=3, versions=(0,)) for member in (2, 0, 1)]
-    assert [replay.admit(member).status for member in members[:2]] == ["held", "held"]
-    assert read_batch(replay, 1, 0) is None
-    assert replay.admit(members[2]).status == "held"
-    assert {(r.episode_id, r.status) for _, r in replay.pop_receipts()} == {
-        (x.episode_id, "stored") for x in members
-    }
-    batch = read_batch(replay, 1, 0)
-    assert batch is not None
-    assert [[episode.member for episode in group] for group in batch] == [[0, 1, 2]]
-    assert read_batch(replay, 1, 0) is None, "a group is used once"
 
 
 def test_an_incomplete_group_is_dropped_at_its_deadline_and_counted(tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ from asyncrl.observability import metrics_system as m
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
-from asyncrl.replay_tools.episodes import read_outcomes
 from support.episodes import make_episode
 from support.replay import Clock, read_batch
+
+pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
 
 
 def open_replay(
@@ -109,27 +110,6 @@ def test_restarts_change_nothing(
 ) -> None:
     found = batches_of(tmp_path_factory.mktemp("replay"), max_lag, per_update, restarts)
     assert found == undisturbed(max_lag, per_update)
-
-
-def test_a_resumed_run_gets_the_batches_of_the_undisturbed_one(tmp_path: Path) -> None:
-    replay = open_replay(tmp_path)
-    replay.begin("first", 0)
-    batches = list[list[int]]()
-    for version in range(6):
-        replay.set_version(version)
-        imagine_all(replay)
-        batches.append(batch_of(replay, version, 2))
-    replay.close()
-    replay = open_replay(tmp_path)
-    replay.begin("resumed from a checkpoint", 3)
-    again = list[list[int]]()
-    for version in range(3, 6):
-        replay.set_version(version)
-        imagine_all(replay)
-        again.append(batch_of(replay, version, 2))
-    assert again == batches[3:]
-    outcomes = read_outcomes(tmp_path, print)
-    assert all(outcomes.used_at(number) == 5 for number in again[-1])
 
 
 def test_dropped_decisions_are_counted_and_survive_a_restart(tmp_path: Path) -> None:

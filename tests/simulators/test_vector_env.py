@@ -215,15 +215,11 @@ def test_max_steps_truncates_and_leaves_the_other_place_alone(mode: str) -> None
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_success_is_what_info_says_also_in_the_last_step(mode: str) -> None:
+def test_success_is_what_info_says_or_else_an_end_with_a_positive_reward(mode: str) -> None:
     made = simulator(mode, says="success")
     made.reset([0, 1], [start(1), start(2)])
     assert steps(made, [0, 1], action(), action(stop=1, reward=1)).success.tolist() == [False, False]
     assert steps(made, [0], action(stop=1)).success.tolist() == [True]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_without_a_word_of_it_a_success_is_an_end_with_a_positive_reward(mode: str) -> None:
     made = simulator(mode, places=3)
     made.reset([0, 1, 2], [start(1), start(2), start(3)])
     last = steps(made, [0, 1, 2], action(stop=1, reward=1), action(stop=1), action(reward=1))

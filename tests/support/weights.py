@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asyncrl.messaging.sockets import private_folder
 from asyncrl.weights.interface import Receiver
-from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
+from asyncrl.weights.publisher import BroadcastPublisher
 from asyncrl.weights.receiver import build_receiver
 from support.processes import FORKS
 
@@ -99,7 +99,7 @@ def policy(seed: int, elements: int = ELEMENTS, device: str = "cpu") -> dict[str
 
 
 def actor(pipe: Connection) -> None:
-    """Do what the test orders: join a channel (a tuple), wait for a version, leave, be a learner (a path)."""
+    """Do what the test orders: join a channel (a tuple), wait for a version, leave."""
     torch.set_num_threads(1)
     receiver, tensors = None, {}
     while (order := pipe.recv()) is not None:
@@ -108,10 +108,6 @@ def actor(pipe: Connection) -> None:
             tensors = policy(0, device=device)
             receiver = build_receiver(transport, endpoint, name, tensors, device=device, deadline=deadline)
             pipe.send("joined")
-        elif isinstance(order, Path):
-            channel = build_publisher("shared_memory", order, deadline=5.0)
-            channel.publish(policy(0), 0)
-            pipe.send(channel.endpoint)
         elif order == "leave":
             receiver.close()
             pipe.send("left")

@@ -66,17 +66,6 @@ def linked() -> tuple[packing.Manifest, tuple[list, list], HashStore]:
     return manifest, pair, store
 
 
-def test_a_member_copies_the_set_that_is_announced(linked) -> None:
-    manifest, pair, store = linked
-    link = SharedMemoryTransport().connect_member(store, 1, 2)
-    into = packing.allocate(manifest, torch.device("cpu"))
-    for index in (0, 1, 0):
-        packing.fill(packing.views_in(manifest, pair[index]), policy(index + 5, elements=1000))
-        link.receive(index, into)
-        assert packing.checksum(into) == packing.checksum(pair[index])
-    assert packing.checksum(pair[0]) != packing.checksum(pair[1])
-
-
 def test_a_member_maps_what_it_has_mapped_no_second_time(linked) -> None:
     _, _, store = linked
     member = SharedMemoryTransport()
@@ -235,7 +224,7 @@ def test_an_actor_keeps_or_gets_a_whole_version_of_a_learner_killed_in_the_middl
     assert number_in(tensors) == 1
     receiver._deadline = 0.5
     receiver._thread.join(PATIENCE)
-    with pytest.raises(WeightSyncError, match="actor-0 had no answer from the learner"):
+    with pytest.raises(WeightSyncError, match=r"actor-0 had no answer from .* version 1"):
         receiver.swap_into(tensors)
     receiver.close()
 

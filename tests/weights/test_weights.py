@@ -116,16 +116,6 @@ def test_a_manifest_survives_json_and_does_not_depend_on_the_order_of_the_tensor
     assert packing.build_manifest(dict(reversed(tensors.items()))) == manifest
 
 
-def test_the_checksum_sees_buffers_that_changed_places_and_every_bit() -> None:
-    one, other = torch.arange(6), torch.arange(6, 9)
-    sums = {packing.checksum([one, other]), packing.checksum([other, one])}
-    for bit in range(64):
-        changed = one.clone()
-        changed[4] ^= -(2**63) if bit == 63 else 2**bit
-        sums.add(packing.checksum([changed, other]))
-    assert len(sums) == 66
-
-
 @pytest.mark.parametrize(
     "words", [3, packing.FOLD, 2 * packing.FOLD + 5, (2 * packing.CACHED_ROWS + 3) * packing.FOLD + 1]
 )
@@ -148,12 +138,14 @@ def test_the_sum_of_a_buffer_is_each_word_times_an_odd_number_of_its_own(words: 
 
 
 @pytest.mark.parametrize("rows_of_table", [6, 3 * packing.CACHED_ROWS + 1])
-def test_the_sum_of_a_buffer_sees_words_rows_and_columns_that_changed_places(rows_of_table: int) -> None:
+def test_the_checksum_sees_words_rows_columns_and_buffers_that_changed_places(rows_of_table: int) -> None:
     generator = torch.Generator().manual_seed(0)
     whole = torch.randint(-(2**63), 2**63 - 1, (rows_of_table, packing.FOLD), generator=generator)
     rows, columns, shifted = whole.roll(1, 0), whole.roll(1, 1), whole.flatten().roll(8)
     corners = whole.clone()
     corners[0, 0], corners[3, 9] = whole[3, 9], whole[0, 0]
+    one, other = whole.flatten(), corners.flatten()
+    assert packing.checksum([one, other]) != packing.checksum([other, one])
     sums = {int(packing.weighted_sum(t.flatten())) for t in (whole, rows, columns, shifted, corners)}
     assert len(sums) == 5
 
@@ -587,23 +579,6 @@ def test_an_actor_keeps_its_weights_after_the_learner_closed(
     tensors = policy(1, elements=10)
     assert receiver.swap_into(tensors) == 0
     assert raw(tensors) == raw(policy(0, elements=10))
-
-
-def test_an_actor_whose_learner_vanished_says_so_after_the_deadline(
-    actors: list[Actor], folder: Path
-) -> None:
-    endpoint = actors[1].ask(folder)
-    receiver = build_receiver("shared_memory", str(endpoint), "actor-0", policy(0), deadline=5.0)
-    assert receiver.wait_for_first(PATIENCE) == 0
-    actors[1].signal(signal.SIGKILL)
-    tensors = policy(1)
-    assert receiver.swap_into(tensors) == 0
-    assert raw(tensors) == raw(policy(0))
-    receiver._deadline = 0.5
-    receiver._thread.join(PATIENCE)
-    with pytest.raises(WeightSyncError, match=rf"actor-0 had no answer from .* at {endpoint} .* version 0"):
-        receiver.swap_into(tensors)
-    receiver.close()
 
 
 def test_a_closing_actor_is_not_waited_for(publisher: BroadcastPublisher, transport: str) -> None:
