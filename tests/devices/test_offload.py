@@ -117,27 +117,17 @@ def test_steps_of_adam_after_parking_equal_those_without_it() -> None:
 
 
 def test_a_frozen_tensor_is_copied_once_and_a_changing_one_each_time() -> None:
-    frozen, changing = torch.ones(3), torch.ones(3)
-    offloaded = OffloadedTensors(lambda: [frozen, changing], lambda: [changing], {CPU})
+    frozen, begins, changing = (torch.ones(2) for _ in range(3))
+    moving = [changing]
+    offloaded = OffloadedTensors(lambda: [frozen, begins, changing], lambda: moving, {CPU})
     offloaded.offload()
     offloaded.restore()
-    frozen += 1  # which is against the agreement, and shows that nobody looked again
-    changing += 1
+    moving.append(begins)  # which was frozen until now
+    for tensor in (frozen, begins, changing):
+        tensor += 1  # against the agreement of the first, which shows that nobody looked again
     offloaded.offload()
     offloaded.restore()
-    assert (frozen.tolist(), changing.tolist()) == ([1, 1, 1], [2, 2, 2])
-
-
-def test_a_frozen_tensor_that_begins_to_change_is_copied_again() -> None:
-    tensor, changing = torch.ones(3), list[Tensor]()
-    offloaded = OffloadedTensors(lambda: [tensor], lambda: changing, {CPU})
-    offloaded.offload()
-    offloaded.restore()
-    changing.append(tensor)
-    tensor += 1
-    offloaded.offload()
-    offloaded.restore()
-    assert tensor.tolist() == [2, 2, 2]
+    assert [tensor.tolist() for tensor in (frozen, begins, changing)] == [[1, 1], [2, 2], [2, 2]]
 
 
 def test_a_gradient_that_was_let_go_is_not_kept() -> None:
@@ -189,9 +179,6 @@ def test_who_knows_addresses_is_told() -> None:
     offloaded.offload()
     offloaded.restore()
     assert told == [0], "once, when all have left"
-
-
-# ---- when ----------------------------------------------------------------------------------------
 
 
 def test_only_a_wait_that_lasts_is_used_for_offloading() -> None:
@@ -355,9 +342,6 @@ def test_a_learner_that_is_stopped_while_it_is_parked_saves_its_weights(tmp_path
     assert run.events[-2:] == ["save 0", "stop"]
     for name, parameter in run.policy.named_parameters():
         assert torch.equal(parameter, before[name]), name
-
-
-# ---- on a GPU ------------------------------------------------------------------------------------
 
 
 GRANULARITY = 2 * 2**20

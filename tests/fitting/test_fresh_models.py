@@ -58,9 +58,6 @@ def recorded(
     )
 
 
-# ---- sizes ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("size", "policy", "reward"), [("tiny", 1.9, 0.4), ("small", 10.9, 0.7)])
 def test_sizes_have_the_documented_numbers_of_parameters(size: str, policy: float, reward: float) -> None:
     recordings = recorded(64 if size == "tiny" else 128)
@@ -140,9 +137,6 @@ def test_a_world_of_another_picture_size_is_refused(kitchen: Path, tmp_path: Pat
             fit([*call, *data])
 
 
-# ---- what a reward model learns from -------------------------------------------------------------
-
-
 def test_a_reward_model_of_one_task_can_be_fitted(tmp_path: Path) -> None:
     write_recorded(tmp_path, recorded_spec(32, tasks=KITCHEN[:1]), (17, 17))
     recordings = load_recordings([tmp_path])
@@ -158,9 +152,6 @@ def test_a_reward_model_needs_both_verdicts(solved: bool, said: str) -> None:
     schedule = Schedule(steps=1, batch=4, learning_rate=1e-3)
     with pytest.raises(ConfigError, match=said):
         fit_reward(reward, recordings, recordings.frames, schedule)
-
-
-# ---- words ---------------------------------------------------------------------------------------
 
 
 def test_the_shipped_policys_tokenizer_is_what_tabletop_still_gives() -> None:
@@ -193,9 +184,6 @@ def test_a_vocabulary_grows_with_the_words_of_the_recordings(tmp_path: Path) -> 
     policy.save(tmp_path)
     again = load_policy(tmp_path)
     assert again.tokenizer.ids(tasks[200]) == policy.tokenizer.ids(tasks[200])
-
-
-# ---- statistics ----------------------------------------------------------------------------------
 
 
 def test_statistics_leave_the_first_row_of_an_episode_and_the_gripper_out() -> None:

@@ -103,9 +103,6 @@ def test_decisions_that_make_no_sense_are_refused(values: list, tmp_path: Path) 
         load_start_states(path)
 
 
-# ---- share ---------------------------------------------------------------------------------------
-
-
 def states(ordinary: int, marked: int, elapsed: int = 2) -> list[StartState]:
     on_the_way = (replace(start_state(100 + n, 8, context=4), elapsed=elapsed) for n in range(marked))
     return [*(start_state(n, 8) for n in range(ordinary)), *on_the_way]

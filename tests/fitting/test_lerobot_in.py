@@ -28,6 +28,7 @@ pa = pytest.importorskip("pyarrow", reason="needs pyarrow (extra 'lerobot')")
 pq = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow (extra 'lerobot')")
 av = pytest.importorskip("av", reason="needs av (extra 'lerobot')")
 
+EPISODES = "meta/episodes/chunk-000/file-000.parquet"
 CODEC = 3.0
 """Mean difference of a picture that H.264 may make, in steps of 255."""
 
@@ -67,20 +68,13 @@ def write_lerobot_folder(
         for key in part[0].pictures if video else ():
             path = folder / "videos" / key / f"chunk-000/file-{number:03d}.mp4"
             write_movie(path, np.concatenate([episode.pictures[key] for episode in part]), rate)
-    _write(folder / "meta/episodes/chunk-000/file-000.parquet", pa.Table.from_pylist(rows_of_episodes))
+    _write(folder / EPISODES, pa.Table.from_pylist(rows_of_episodes))
     table = pa.table({"task_index": list(range(len(tasks))), "__index_level_0__": tasks})
     _write(folder / "meta" / "tasks.parquet", table)
     info = {
         "codebase_version": "v3.0",
         "robot_type": "so100",
-        "total_episodes": len(episodes),
-        "total_frames": begin,
-        "total_tasks": len(tasks),
-        "chunks_size": 1000,
-        "data_files_size_in_mb": 100,
-        "video_files_size_in_mb": 200,
         "fps": rate,
-        "splits": {"train": f"0:{len(episodes)}"},
         "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
         "video_path": "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
         "features": _features(episodes[0], video, judged),
@@ -104,10 +98,7 @@ def _rows(
             "task_index": task,
         }
         if judged:
-            row |= {
-                "next.reward": float(episode.rewards[step]),
-                "next.success": bool(episode.success[step]),
-            }
+            row |= {"next.reward": float(episode.rewards[step]), "next.success": bool(episode.success[step])}
         for key in () if video else episode.pictures:
             packed = BytesIO()
             Image.fromarray(episode.pictures[key][step]).save(packed, "PNG")
@@ -305,45 +296,30 @@ def _rewrite(path: Path, column: str, values: list[object]) -> None:
     pq.write_table(table.set_column(place, column, pa.array(values)), path)
 
 
-def _no_time(folder: Path) -> None:
-    path = folder / "meta/episodes/chunk-000/file-000.parquet"
-    _rewrite(path, f"videos/{TOP}/from_timestamp", [0.0, float("nan"), 0.0])
-
-
-def _wider(folder: Path) -> None:
-    path = folder / "data/chunk-000/file-001.parquet"
-    _rewrite(path, "action", [[0.0] * 15] * 14)
-
-
-def _ragged(folder: Path) -> None:
-    path = folder / "data/chunk-000/file-001.parquet"
-    _rewrite(path, "action", [[0.0] * 13, [0.0] * 15] * 7)
-
-
-def _texts(folder: Path) -> None:
-    path = folder / "data/chunk-000/file-001.parquet"
-    _rewrite(path, "action", ["left"] * 14)
-
-
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (_no_time, "below zero, or one that is no number"),
-        (_wider, "episode 2 has 15 numbers of an action, where the data set has 14"),
-        (_texts, "action holds string, expected numbers"),
-        (_ragged, "action has rows of different lengths"),
+        (
+            lambda f: _rewrite(f / EPISODES, f"videos/{TOP}/from_timestamp", [0.0, float("nan"), 0.0]),
+            "below zero, or one that is no number",
+        ),
+        *(
+            (lambda f, rows=rows: _rewrite(f / "data/chunk-000/file-001.parquet", "action", rows), said)
+            for rows, said in (
+                ([[0.0] * 15] * 14, "episode 2 has 15 numbers of an action, where the data set has 14"),
+                (["left"] * 14, "action holds string, expected numbers"),
+                ([[0.0] * 13, [0.0] * 15] * 7, "action has rows of different lengths"),
+            )
+        ),
         (
             lambda f: _rewrite(f / "meta/tasks.parquet", "task_index", ["a", "b"]),
             "task_index holds string, expected numbers",
         ),
-        (
-            lambda folder: _edit(folder, codebase_version="v2.1"),
-            "version 'v2.1', and v3.0 is read",
-        ),
+        (lambda folder: _edit(folder, codebase_version="v2.1"), "version 'v2.1', and v3.0 is read"),
         (lambda folder: _edit(folder, fps=0), "fps is 0"),
         (lambda folder: _edit(folder, data_path="../../{chunk_index}"), "data_path is"),
         (lambda folder: (folder / "meta/tasks.parquet").write_bytes(b"PAR1"), "tasks.parquet cannot be read"),
-        (lambda folder: (folder / "meta/episodes/chunk-000/file-000.parquet").unlink(), "has no episodes"),
+        (lambda folder: (folder / EPISODES).unlink(), "has no episodes"),
         (_cut, "mp4 cannot be read"),
         (_swap, "its rows are not where meta/episodes says|rows fewer than meta/episodes says"),
         (_pipe, "it is a named pipe"),

@@ -115,9 +115,6 @@ def test_start_states_come_from_recordings_or_from_pictures(
     assert "--pictures" in refused(capsys, "fit", ["starts", *flags, "--out", str(tmp_path / "x.h5")])
 
 
-# ---- words ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("task", "unread"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,29 +109,31 @@ def test_pictures_that_another_program_packed_are_read_too(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("name", "change", "said"),
     [
-        ("offsets", "do not cut the frames"),
-        ("actions", "20 frames, but 19 actions"),
-        ("tasks", "1 tasks, but 3 offsets"),
-        ("chunk", "is not a recording"),
-        ("nan", "its actions are not all finite"),
+        ("offsets", lambda rows: [0, 30, 20], "do not cut the frames"),
+        ("actions", lambda rows: rows[:-1], "20 frames, but 19 actions"),
+        ("tasks", lambda rows: rows[:-1], "1 tasks, but 3 offsets"),
+        ("actions", lambda rows: rows * np.nan, "its actions are not all finite"),
+        ("poses", lambda rows: rows[:-1], r"20 frames, but poses are float32\[19, 8\]"),
+        ("poses", lambda rows: rows.astype(float), r"20 frames, but poses are float64\[20, 8\]"),
+        ("poses", lambda rows: rows[:, 1:], r"20 frames, but poses are float32\[20, 7\]"),
+        ("poses", lambda rows: rows * np.float32(np.nan), "its poses are not all finite"),
+        ("frames", None, "is not a recording"),
     ],
 )
-def test_a_damaged_recording_is_named(tmp_path: Path, damage: str, said: str) -> None:
-    write_recorded(tmp_path, recorded_spec(32), (9, 11))
+def test_a_damaged_recording_is_named(
+    tmp_path: Path, name: str, change: Callable[[np.ndarray], object] | None, said: str
+) -> None:
+    write_recorded(tmp_path, recorded_spec(32, poses=True), (9, 11))
     path = tmp_path / "part-00000.h5"
     with h5py.File(path, "a") as file:
-        if damage == "offsets":
-            file["offsets"][1] = 30
-        elif damage == "nan":
-            file["actions"][3, 1] = np.nan
-        elif damage == "chunk":
-            file["frames"].id.write_direct_chunk((0, 0, 0, 0), b"no zlib stream")
+        if change is None:
+            file[name].id.write_direct_chunk((0, 0, 0, 0), b"no zlib stream")
         else:
-            rows = file[damage][:-1]
-            del file[damage]
-            file[damage] = rows
+            rows = change(file[name][:])
+            del file[name]
+            file[name] = rows
     with pytest.raises(ConfigError, match=said) as refused:
         load_recordings([tmp_path])
     assert str(path) in str(refused.value)
@@ -143,33 +146,24 @@ def test_a_recording_that_is_a_named_pipe_is_refused(tmp_path: Path) -> None:
         load_recordings([tmp_path])
 
 
-def edited(path: Path, what: str) -> None:
-    with h5py.File(path, "a") as file:
-        if what == "simulator":
-            file.attrs["simulator"] = "garage"
-        elif what == "cameras":
-            file.attrs["cameras"] = '["main", "wrist"]'
-        else:
-            actions = file["actions"][:, :4]
-            del file["actions"]
-            file["actions"] = actions
-
-
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("simulator", "in garage"),
-        ("cameras", "by main, wrist"),
-        ("actions", "actions of 4 numbers"),
-        ("size", "pictures of 48 x 48"),
+        ({"simulator": "garage"}, "in garage"),
+        ({"cameras": '["main", "wrist"]'}, "by main, wrist"),
+        ({}, "actions of 4 numbers"),
+        (None, "pictures of 48 x 48"),
     ],
 )
-def test_recordings_that_differ_are_refused_by_name(tmp_path: Path, what: str, said: str) -> None:
+def test_recordings_that_differ_are_refused_by_name(tmp_path: Path, what: dict | None, said: str) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     write_recorded(one, recorded_spec(32), (9,))
-    write_recorded(other, recorded_spec(48 if what == "size" else 32), (9,))
-    if what != "size":
-        edited(other / "part-00000.h5", what)
+    write_recorded(other, recorded_spec(48 if what is None else 32), (9,))
+    with h5py.File(other / "part-00000.h5", "a") as file:
+        file.attrs.update(what or {})
+        if what == {}:
+            del file["actions"]
+            file["actions"] = np.zeros((9, 4), np.float32)
     with pytest.raises(ConfigError, match=said) as refused:
         load_recordings([one, other])
     for folder in (one, other):
@@ -200,40 +194,22 @@ def test_poses_of_some_files_only_are_read_as_none_and_the_file_is_named(
     assert str(tmp_path / "old" / "part-00000.h5") in record.getMessage()
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (np.zeros((8, 8), np.float32), r"9 frames, but poses are float32\[8, 8\]"),
-        (np.zeros((9, 8)), r"9 frames, but poses are float64\[9, 8\]"),
-        (np.zeros((9, 7), np.float32), r"9 frames, but poses are float32\[9, 7\]"),
-        (np.full((9, 8), np.nan, np.float32), "its poses are not all finite"),
-    ],
-)
-def test_poses_that_cannot_be_are_refused(tmp_path: Path, wrong: np.ndarray, said: str) -> None:
-    write_recorded(tmp_path, recorded_spec(32, poses=True), (9,))
-    with h5py.File(tmp_path / "part-00000.h5", "a") as file:
-        del file["poses"]
-        file["poses"] = wrong
-    with pytest.raises(ConfigError, match=said):
-        load_recordings([tmp_path])
-
-
 @pytest.mark.parametrize("poses", [True, False])
-def test_start_states_have_the_pose_of_the_first_frame(tmp_path: Path, poses: bool) -> None:
-    episodes = write_recorded(tmp_path / "data", recorded_spec(32, poses=poses), (9, 12, 10))
-    write_starts(
-        FitStarts(data=(tmp_path / "data",), out=tmp_path / "starts.h5", count=2),
-        load_recordings([tmp_path / "data"]),
-    )
-    states = load_start_states(tmp_path / "starts.h5")
-    assert len(states) == 2
-    for state, episode in zip(states, (episodes[0], episodes[2]), strict=True):
-        np.testing.assert_array_equal(state.frame, episode.frames[0])
-        if poses:
-            assert state.ee_pose is not None
-            np.testing.assert_array_equal(state.ee_pose, episode.poses[0])
-        else:
-            assert state.ee_pose is None
+def test_start_states_are_first_frames_of_all_tasks_and_told_apart(tmp_path: Path, poses: bool) -> None:
+    for number in range(2):
+        write_recorded(tmp_path / f"data{number}", recorded_spec(16, poses=poses), (3,) * 6)
+    recordings = load_recordings([tmp_path / "data0", tmp_path / "data1"])
+    for chosen in ([0, 4, 7, 11], list(range(12))):
+        file = tmp_path / f"starts{len(chosen)}.h5"
+        write_starts(FitStarts(data=(tmp_path,), out=file, count=len(chosen)), recordings)
+        states = load_start_states(file, keyframes=False, image_size=16)
+        assert len({state.name for state in states}) == len(chosen)
+        for state, episode in zip(states, chosen, strict=True):
+            row = recordings.offsets[episode]
+            np.testing.assert_array_equal(state.frame, recordings.frames[row])
+            assert (state.ee_pose is not None) == poses
+            if state.ee_pose is not None:
+                np.testing.assert_array_equal(state.ee_pose, recordings.poses[row])
 
 
 # ---- what is fitted ------------------------------------------------------------------------------
@@ -331,9 +307,8 @@ def test_a_row_is_weighed_against_the_background_of_its_own_scene() -> None:
     torch.testing.assert_close(reconstruction_loss(drawn, wanted, scenes), torch.stack(apart).mean())
 
 
-# ---- memory --------------------------------------------------------------------------------------
-
 FIT = """
+from asyncrl.fitting.settings import FitStarts
 from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.fit_policy import fit_policy
 from asyncrl.fitting.loop import Schedule

@@ -79,9 +79,6 @@ def with_poses(tmp_path: Path, *, image_size: int = 32, simulator: str = "tablet
     return load_recordings([tmp_path])
 
 
-# ---- the table -----------------------------------------------------------------------------------
-
-
 def test_every_built_in_world_can_be_fitted_and_has_what_fitting_needs() -> None:
     assert set(KINDS) == set(registry.BUILT_IN["world"])
     assert not any(inspect.isabstract(fit_class(kind)) for kind in KINDS)

@@ -310,9 +310,6 @@ def test_the_statistics_tell_the_gripper_of_a_folder_from_elsewhere(
     assert open_folder(source, PublishedOptions(gripper="none", chunk=5)).config.gripper == "none"
 
 
-# --- what does not fit --------------------------------------------------------
-
-
 def test_a_converted_folder_names_what_is_missing_unknown_or_of_the_wrong_type(tmp_path: Path) -> None:
     tensors = published_tensors()
     qkv = f"{DINO}blocks.0.attn.qkv.bias"
@@ -349,9 +346,6 @@ def test_shards_and_their_index_must_agree(tmp_path: Path) -> None:
     (tmp_path / "p" / file).unlink()
     with pytest.raises(CheckpointError, match=f"{file} is missing"):
         load_policy(tmp_path / "p")
-
-
-# --- our own folder in shards -------------------------------------------------
 
 
 def test_files_are_read_by_the_library_too_and_parameters_share_no_memory(tmp_path: Path) -> None:
@@ -561,9 +555,6 @@ def test_the_source_is_not_overwritten(tmp_path: Path) -> None:
     some_policy().save(tmp_path / "p")
     with pytest.raises(ConfigError, match="is the source itself"):
         convert(tmp_path / "p", tmp_path / "." / "p")
-
-
-# --- the benchmark's checkpoint -----------------------------------------------
 
 
 def test_the_benchmark_writes_a_checkpoint_that_can_be_converted(tmp_path: Path) -> None:

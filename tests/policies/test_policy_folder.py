@@ -13,6 +13,7 @@ from torch import Tensor
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.policies.openvla.networks import stable_name
 from asyncrl.policies.openvla.policy import load_policy
+from support.formulas import gelu, layer_norm
 from support.published import (
     CONFIG,
     DINO,
@@ -25,8 +26,7 @@ from support.published import (
     write_published,
 )
 from support.published_exports import load_openvla
-
-# --- our own folder -----------------------------------------------------------
+from support.worlds import change_json
 
 
 def test_a_saved_policy_comes_back_equal(tmp_path: Path) -> None:
@@ -62,10 +62,8 @@ def test_the_weights_tell_the_critics_level_not_the_configuration(tmp_path: Path
     policy = some_policy()
     policy.add_critic("decision")
     policy.save(tmp_path)
-    fields = json.loads((tmp_path / "config.json").read_text())
     for level in ("none", "action"):
-        section = fields["asyncrl"] | {"value_head": level}
-        (tmp_path / "config.json").write_text(json.dumps(fields | {"asyncrl": section}))
+        change_json(tmp_path / "config.json", lambda c, level=level: c["asyncrl"].update(value_head=level))
         assert load_policy(tmp_path).critic == "decision"
 
 
@@ -103,52 +101,36 @@ def test_a_folder_without_a_policy_is_named(tmp_path: Path) -> None:
         load_policy(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
-def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kept", "said"),
+    [
+        ("model.safetensors", None, r"model\.safetensors is missing"),
+        *(("model.safetensors", kept, r"model\.safetensors is truncated") for kept in (0, 5, 2000, -1)),
+        ("tokenizer.json", None, r"tokenizer\.json is missing"),
+        ("tokenizer.json", 9, r"tokenizer\.json is not a tokenizer"),
+    ],
+)
+def test_a_file_that_is_missing_or_cut_is_named(
+    tmp_path: Path, name: str, kept: int | None, said: str
+) -> None:
     some_policy().save(tmp_path)
+    content = (tmp_path / name).read_bytes()
     (tmp_path / name).unlink()
-    with pytest.raises(CheckpointError, match=f"{name} is missing"):
-        load_policy(tmp_path)
-
-
-@pytest.mark.parametrize("kept", [0, 5, 2000, -1])
-def test_a_truncated_file_is_named(tmp_path: Path, kept: int) -> None:
-    some_policy().save(tmp_path)
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:kept])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated"):
-        load_policy(tmp_path)
-
-
-def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
-    some_policy().save(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json is not a tokenizer"):
+    if kept is not None:
+        (tmp_path / name).write_bytes(content[:kept])
+    with pytest.raises(CheckpointError, match=said):
         load_policy(tmp_path)
 
 
 def test_a_configuration_with_an_unknown_field_is_refused(tmp_path: Path) -> None:
     some_policy().save(tmp_path)
-    fields = json.loads((tmp_path / "config.json").read_text())
-    section = fields["asyncrl"] | {"llm_widht": 1}
-    (tmp_path / "config.json").write_text(json.dumps(fields | {"asyncrl": section}))
+    change_json(tmp_path / "config.json", lambda fields: fields["asyncrl"].update(llm_widht=1))
     with pytest.raises(ConfigError, match="llm_widht"):
         load_policy(tmp_path)
 
 
-# --- the published layout -----------------------------------------------------
-
-
 def slow_timm_tower(w: dict[str, Tensor], picture: Tensor, *, depth: int, heads: int, patch: int) -> Tensor:
     """A timm vision transformer from its tensors, up to block depth - 2: ``[3, H, W]`` to ``[P, D]``."""
-    gelu = torch.nn.functional.gelu
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        centred = x - x.mean(-1, keepdim=True)
-        return (
-            centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * w[f"{name}.weight"]
-            + w[f"{name}.bias"]
-        )
 
     def linear(x: Tensor, name: str) -> Tensor:
         return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
@@ -169,10 +151,14 @@ def slow_timm_tower(w: dict[str, Tensor], picture: Tensor, *, depth: int, heads:
         x, prefix = torch.cat([w["cls_token"][0], w["reg_token"][0], x]), 5
     for i in range(depth - 1):
         name = f"blocks.{i}."
-        q, k, v = linear(norm(x, name + "norm1"), name + "attn.qkv").reshape(len(x), 3, heads, -1).unbind(1)
+        q, k, v = (
+            linear(layer_norm(x, w, name + "norm1"), name + "attn.qkv")
+            .reshape(len(x), 3, heads, -1)
+            .unbind(1)
+        )
         seen = [(q[:, h] @ k[:, h].T / q.shape[-1] ** 0.5).softmax(-1) @ v[:, h] for h in range(heads)]
         x = x + linear(torch.cat(seen, dim=1), name + "attn.proj") * w.get(name + "ls1.scale_factor", 1)
-        y = linear(gelu(linear(norm(x, name + "norm2"), name + "mlp.fc1")), name + "mlp.fc2")
+        y = linear(gelu(linear(layer_norm(x, w, name + "norm2"), name + "mlp.fc1")), name + "mlp.fc2")
         x = x + y * w.get(name + "ls2.scale_factor", 1)
     return x[prefix:]
 

@@ -17,27 +17,14 @@ from asyncrl.policies.action_tokens import Bounds, NormStats, uniforms_for
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, OpenVLAPolicy, load_policy, new_policy
+from support.formulas import gelu, layer_norm, rms_norm
 
 Weights = Mapping[str, Tensor]
-
-
-def gelu(x: Tensor) -> Tensor:
-    return x * (1 + torch.erf(x / math.sqrt(2))) / 2
 
 
 def linear(x: Tensor, w: Weights, name: str) -> Tensor:
     bias = w.get(f"{name}.bias")
     return x @ w[f"{name}.weight"].T + (0 if bias is None else bias)
-
-
-def layer_norm(x: Tensor, w: Weights, name: str) -> Tensor:
-    centred = x - x.mean(-1, keepdim=True)
-    spread = (centred.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-    return centred / spread * w[f"{name}.weight"] + w[f"{name}.bias"]
-
-
-def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    return weight * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
 
 def attention(
@@ -208,6 +195,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "two pictures": {"images": 2},
     "proprioception": STATE,
     "all of it": {"images": 2, "stop_token": True, **STATE},
+    "a value per step": {"value_head": "action"},
     "openvla": {"decoding": "autoregressive", "chunk": 1},
     "openvla with a chunk": {"decoding": "autoregressive", "chunk": 3},
     "openvla with all of it": {"decoding": "autoregressive", "chunk": 2, "images": 2, **STATE},

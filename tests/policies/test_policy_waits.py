@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.policies.action_tokens import NormStats, uniforms_for
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, new_policy
+from support.looks import Looks
 
 SHORT, LONG = "lift the cube", "put the red cube on the white plate"
 SAMPLINGS = [SamplingParams(temperature=t, top_k=k) for t, k in ((1.0, 0), (0.0, 0), (1.6, 5))]
@@ -43,22 +43,6 @@ def inputs_of(policy: OpenVLAOFTPolicy, tasks: list[str]) -> PolicyInputs:
     shape = (2, policy.config.images, 80, 80, 3)
     frames = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     return policy.preprocess(frames, tasks, np.zeros((2, 7)))
-
-
-class Looks(TorchDispatchMode):
-    """Notes the operations that read numbers of a tensor on the host, or whose shapes depend on them."""
-
-    NAMES = frozenset({"_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "unique", "equal"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in self.NAMES:
-            self.seen.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 @variants

@@ -119,3 +119,14 @@ class Program:
     def ends(self, code: int = 0) -> str:
         assert self.process.wait(PATIENCE) == code, self.said()
         return self.said()
+
+
+def on_two_ranks(folder: Path, program: list[str], arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a program by torchrun, its temporary files in `folder`."""
+    return subprocess.run(
+        [*TORCHRUN, "--nproc-per-node", "2", *program, *arguments],
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )

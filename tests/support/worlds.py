@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,3 +24,15 @@ def load_world(
     """Load the world in a folder, its weights in `dtype`."""
     kind = world_class(folder)
     return kind.from_files(kind.files(folder, settings, own), torch.device(device), settings, dtype)
+
+
+def change_json(path: Path, change: Callable[[Any], object]) -> None:
+    """Change what a JSON file holds in place."""
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def cut(path: Path, end: int = -1000) -> None:
+    """Leave the bytes of a file up to `end`."""
+    path.write_bytes(path.read_bytes()[:end])

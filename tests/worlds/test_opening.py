@@ -24,8 +24,6 @@ from support.evac import some_actions, start_state, tiny_config, tiny_networks
 from support.opensora import nano_world
 from support.worlds import load_world
 
-# ---- sharing -------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, kw_only=True)
 class Means(TensorState):
@@ -88,9 +86,6 @@ def test_states_that_differ_in_anything_but_name_and_task_are_opened_apart(chang
     assert opener.opened == [[one.name, "other"]]
 
 
-# ---- the worlds ----------------------------------------------------------------------------------
-
-
 def beginnings(size: int) -> list[StartState]:
     """Seven slots of three beginnings; the second has a context."""
     first, second, third = (
@@ -122,9 +117,6 @@ def test_wan_draws_the_very_frames_of_slots_that_are_opened_each_for_itself(memo
 
 
 TINY = tiny_config()
-
-
-# ---- what cannot begin ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -152,9 +152,6 @@ def test_files_without_frames_or_task_are_refused(tmp_path: Path) -> None:
         load_trajectory(write(tmp_path / "traj0.npy", [frame(0, instruction=" ")]))
 
 
-# ---- arrays of objects ---------------------------------------------------------------------------
-
-
 def documented() -> NDArray[np.object_]:
     """One of everything that may be in a file."""
     numbers = {str(t): np.arange(6).reshape(2, 3).astype(t) for t in ("u1", "i8", "f4", "f2", "f8", "b1")}

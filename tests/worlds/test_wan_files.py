@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from asyncrl.config.loading import parse
@@ -34,12 +32,13 @@ from asyncrl.worlds.wan.world import WanWorld, save_world
 from support.pth import write_pth
 from support.published_exports import export_reward, export_world
 from support.published_worlds import SMALL, SMALL_VAE, listed_shapes, small_world, sparse_safetensors
-from support.worlds import load_world
+from support.worlds import cut, load_world
 
 SMALL_REWARD = replace(RewardConfig.full(), widths=(4, 4, 8, 8))
 SPATIAL, GOAL = SUITES["libero_spatial"], SUITES["libero_goal"]
 MODEL = "model-00001.safetensors"
 VAE = "Wan2.2_VAE.pth"
+REWARD = "resnet_rm.pth"
 
 
 def small_reward(tasks: tuple[str, ...] = ()) -> ResNetReward:
@@ -84,9 +83,6 @@ def copy(published: Path, tmp_path: Path) -> Path:
             (target / file.name).write_bytes(file.read_bytes())
     (target / "dataset").symlink_to(published / "dataset")
     return target
-
-
-# ---- true names and shapes ----
 
 
 def sparse_pth(path: Path, shapes: dict[str, torch.Size], wrapper: str | None = None) -> None:
@@ -236,9 +232,6 @@ def test_unknown_tensors_are_reported_by_name_once_all_others_are_there(
         load_world(copy)
 
 
-# ---- memory --------------------------------------------------------------------------------------
-
-
 def memory(name: str) -> int:
     """Bytes: VmRSS, what this process holds; VmHWM, the most it held."""
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -374,60 +367,51 @@ def test_opensoras_folder_is_recognised(copy: Path, beside: str) -> None:
     assert VAE not in str(raised.value)
 
 
-def without(name: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).unlink()
-
-
-def broken_index(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": 3}')
-
-
-def code_in_the_autoencoder(folder: Path) -> None:
-    torch.save({"model_state": Path("x")}, folder / VAE)
-
-
-def other_latents(folder: Path) -> None:
-    write_pth(folder / VAE, {"conv2.weight": torch.zeros(16, 16, 1, 1, 1)})
-
-
-def cut_transformer(folder: Path) -> None:
-    (folder / MODEL).write_bytes((folder / MODEL).read_bytes()[:-1000])
-
-
-def other_model(folder: Path) -> None:
-    save_file({"layer.weight": torch.zeros(3)}, folder / MODEL)
-
-
-def other_reward(folder: Path) -> None:
-    write_pth(folder / "resnet_rm.pth", {"fc.weight": torch.zeros(3)})
-
-
-def larger_reward(folder: Path) -> None:
-    state: dict[str, Tensor] = torch.load(folder / "resnet_rm.pth", weights_only=True)
-    write_pth(folder / "resnet_rm.pth", state | {"net.9.weight": torch.zeros(3)})
-
-
 @pytest.mark.parametrize(
     ("breaks", "words"),
     [
         (
-            without(MODEL),
+            lambda folder: (folder / MODEL).unlink(),
             r"--world .* holds Wan2\.2_VAE\.pth, dataset, resnet_rm\.pth: no world model.*"
             r"Wan's \(no tensor patch_embedding\.weight in its \*\.safetensors",
         ),
-        (without(VAE), r"no autoencoder: .*Wan2\.2_VAE\.pth does not exist"),
+        (lambda folder: (folder / VAE).unlink(), r"no autoencoder: .*Wan2\.2_VAE\.pth does not exist"),
         (
-            without("resnet_rm.pth"),
+            lambda folder: (folder / REWARD).unlink(),
             r"no readable reward model \(looked for reward\.json, resnet_rm\.pth, taskemb",
         ),
-        (without("dataset"), r"brings no start states: .*dataset is not a folder.*--start-states"),
-        (broken_index, "has no weight_map of tensors"),
-        (code_in_the_autoencoder, r"Wan2\.2_VAE\.pth was not read: it holds no tensors by name"),
-        (other_latents, "has 16 latent channels; Wan 2.2 has 48"),
-        (cut_transformer, r"model-00001\.safetensors is truncated"),
-        (other_model, r"Wan's \(no tensor patch_embedding"),
-        (other_reward, r"no reward model for world models: it lacks net\.0\.0\.weight"),
-        (larger_reward, r"holds net\.9\.weight, which the model has no use for"),
+        (
+            lambda folder: (folder / "dataset").unlink(),
+            r"brings no start states: .*dataset is not a folder.*--start-states",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": 3}'),
+            "has no weight_map of tensors",
+        ),
+        (
+            lambda folder: torch.save({"model_state": Path("x")}, folder / VAE),
+            r"Wan2\.2_VAE\.pth was not read: it holds no tensors by name",
+        ),
+        (
+            lambda folder: write_pth(folder / VAE, {"conv2.weight": torch.zeros(16, 16, 1, 1, 1)}),
+            "has 16 latent channels; Wan 2.2 has 48",
+        ),
+        (lambda folder: cut(folder / MODEL), r"model-00001\.safetensors is truncated"),
+        (
+            lambda folder: save_file({"layer.weight": torch.zeros(3)}, folder / MODEL),
+            r"Wan's \(no tensor patch_embedding",
+        ),
+        (
+            lambda folder: write_pth(folder / REWARD, {"fc.weight": torch.zeros(3)}),
+            r"no reward model for world models: it lacks net\.0\.0\.weight",
+        ),
+        (
+            lambda folder: write_pth(
+                folder / REWARD,
+                torch.load(folder / REWARD, weights_only=True) | {"net.9.weight": torch.zeros(3)},
+            ),
+            r"holds net\.9\.weight, which the model has no use for",
+        ),
     ],
 )
 def test_files_that_are_missing_or_something_else_are_named(copy: Path, breaks, words: str) -> None:

@@ -109,18 +109,17 @@ def drawn(world: Any, starts: list[Any], decisions: int = 2) -> Tensor:
     return torch.cat(frames, dim=1)
 
 
-# ---- weights -------------------------------------------------------------------------------------
-
-
 def test_stored_is_what_was_saved_to_the_last_bit(kind: str, ours: Path) -> None:
     made, loaded = MADE[kind](), load(ours, STORED)
     expected, found = weights(made), weights(loaded)
     assert found.keys() == expected.keys()
     assert (loaded.version, loaded.image_size) == (made.version, made.image_size)
-    steps = world_class(ours).defaults(ours, STORED).steps
-    assert steps == getattr(made, "schedule_steps", len(getattr(made, "steps", ())))
+    defaults = world_class(ours).defaults(ours, STORED)
+    assert (defaults.context, defaults.temperature) == ("latents", 0.0)
+    assert defaults.steps == getattr(made, "schedule_steps", len(getattr(made, "steps", ())))
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    assert not any(p.requires_grad for module in loaded.modules().values() for p in module.parameters())
     starts = [start_state(number, SIZE) for number in range(2)]
     assert torch.equal(drawn(loaded, starts), drawn(made, starts))
 
@@ -156,9 +155,6 @@ def test_the_tiny_decoder_is_rounded_too() -> None:
     settings = replace(BF16, decoder="tiny")
     decoder = load(world_folder("tabletop"), settings).modules()["decoder"]
     assert {p.dtype for p in decoder.parameters()} == {torch.bfloat16}
-
-
-# ---- passes --------------------------------------------------------------------------------------
 
 
 def test_layers_compute_in_bfloat16_but_those_of_exact_weights(kind: str, ours: Path) -> None:
@@ -222,9 +218,6 @@ def test_actions_far_from_zero_are_told_apart(tmp_path: Path) -> None:
     assert (rounded - exact).square().mean() < 0.05 * exact.square().mean()
 
 
-# ---- what is known beforehand --------------------------------------------------------------------
-
-
 def test_the_checked_bytes_are_those_that_are_loaded(kind: str, ours: Path) -> None:
     parameters = [p for m in load(ours, BF16).modules().values() for p in m.parameters()]
     assert check(ours, BF16) == sum(p.nbytes for p in parameters)
@@ -258,6 +251,3 @@ def test_beside_8_bit_products_a_world_of_ours_stays_in_float32(name: str) -> No
     folder = world_folder(name)
     dtypes = {p.dtype for m in load(folder, FLOAT8).modules().values() for p in m.parameters()}
     assert dtypes == {torch.float32}
-
-
-# ---- settings ------------------------------------------------------------------------------------

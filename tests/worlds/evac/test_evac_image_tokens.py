@@ -10,7 +10,9 @@ from torch import Tensor
 from asyncrl.worlds.evac.conditions import ImageEncoder, ImageEncoderConfig
 from asyncrl.worlds.evac.published import published_state
 from support.evac import TINY_IMAGE_ENCODER, randomised
+from support.formulas import gelu, layer_norm
 
+EPS = 1e-5
 TINY = TINY_IMAGE_ENCODER
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
@@ -38,12 +40,6 @@ def resize_matrix(new: int, old: int) -> Tensor:
     return matrix
 
 
-def norm(x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
-    centred = x - x.mean(-1, keepdim=True)
-    spread = (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    return centred / spread * w[name + ".weight"] + w[name + ".bias"]
-
-
 def slow(w: dict[str, Tensor], size: ImageEncoderConfig, picture: Tensor) -> Tensor:
     """Of one picture ``[3, H, W]`` float64 in [-1, 1]."""
     rows, columns = resize_matrix(size.size, picture.shape[1]), resize_matrix(size.size, picture.shape[2])
@@ -54,20 +50,19 @@ def slow(w: dict[str, Tensor], size: ImageEncoderConfig, picture: Tensor) -> Ten
         for j in range(0, size.size, size.patch):
             patch = torch.stack([channel[i : i + size.patch, j : j + size.patch] for channel in seen])
             tokens.append((w["conv1.weight"] * patch).flatten(1).sum(1))
-    x = norm(torch.stack(tokens) + w["positional_embedding"], w, "ln_pre")
+    x = layer_norm(torch.stack(tokens) + w["positional_embedding"], w, "ln_pre", EPS)
     head = size.width // size.heads
     for layer in range(size.layers):
         at = f"transformer.resblocks.{layer}."
-        y = norm(x, w, at + "ln_1") @ w[at + "attn.in_proj_weight"].T + w[at + "attn.in_proj_bias"]
+        y = layer_norm(x, w, at + "ln_1", EPS) @ w[at + "attn.in_proj_weight"].T + w[at + "attn.in_proj_bias"]
         q, k, v = y.split(size.width, dim=1)
         mixed = []
         for first in range(0, size.width, head):
             part = slice(first, first + head)
             mixed.append((q[:, part] @ k[:, part].T / math.sqrt(head)).softmax(-1) @ v[:, part])
         x = x + torch.cat(mixed, 1) @ w[at + "attn.out_proj.weight"].T + w[at + "attn.out_proj.bias"]
-        y = norm(x, w, at + "ln_2") @ w[at + "mlp.c_fc.weight"].T + w[at + "mlp.c_fc.bias"]
-        y = y * 0.5 * (1 + torch.erf(y / math.sqrt(2)))
-        x = x + y @ w[at + "mlp.c_proj.weight"].T + w[at + "mlp.c_proj.bias"]
+        y = layer_norm(x, w, at + "ln_2", EPS) @ w[at + "mlp.c_fc.weight"].T + w[at + "mlp.c_fc.bias"]
+        x = x + gelu(y) @ w[at + "mlp.c_proj.weight"].T + w[at + "mlp.c_proj.bias"]
     return x  # without ln_post
 
 

@@ -78,6 +78,8 @@ def test_every_pixel_is_what_drawing_it_alone_gives(flipped: bool) -> None:
     camera, size = Camera(flipped=flipped), 28
     rng = np.random.default_rng(0)
     poses = np.array([[facing(rng, camera) for _ in range(3)] for _ in range(2)])
+    behind = np.array(camera.position) - 2 * quaternion_matrix(camera.quaternion)[:, 2]
+    poses[1, 2, :3] = behind  # of the camera: not drawn
     got = MapDrawer(camera, size, 4)(torch.tensor(poses, dtype=torch.float32)).double().numpy()
     drawn = 0
     for b in range(2):
@@ -86,28 +88,7 @@ def test_every_pixel_is_what_drawing_it_alone_gives(flipped: bool) -> None:
             assert edge.mean() < 0.02
             np.testing.assert_allclose(got[b, f][:, ~edge], expected[:, ~edge], atol=1e-5)
             drawn += int((np.abs(expected[0] - (100 / 255 - 1)) > 1e-6).sum())
-    assert drawn > 6 * 20  # there is something to see
-
-
-def test_a_hand_behind_the_camera_is_not_drawn() -> None:
-    camera = Camera()
-    direction = quaternion_matrix(camera.quaternion)[:, 2]
-    pose = torch.zeros(1, 1, 8)
-    pose[0, 0, :3] = torch.tensor(np.array(camera.position) - 2 * direction)
-    pose[0, 0, 6] = 1
-    drawn = MapDrawer(camera, 16, 4)(pose)
-    torch.testing.assert_close(drawn, torch.full_like(drawn, 100 / 255 - 1))
-
-
-def test_a_hand_on_the_optical_axis_is_in_the_middle_of_the_picture() -> None:
-    camera = Camera()
-    at = np.array(camera.position) + 0.9 * quaternion_matrix(camera.quaternion)[:, 2] - [0, 0, 0.23]
-    pose = torch.tensor([[[*at, 0, 0, 0, 1, 1.0]]], dtype=torch.float32)
-    drawn = MapDrawer(camera, 256, 32)(pose)[0, 0]
-    seen = ((drawn - (100 / 255 - 1)).abs() > 1e-6).any(dim=0)
-    rows, columns = seen.nonzero(as_tuple=True)
-    assert seen[127 - 34 : 127 + 34, 127 - 34 : 127 + 34].all()
-    assert (rows.min(), columns.min()) == (127 - 50, 127 - 50)  # a disc of radius 50, and the axes
+    assert drawn > 5 * 20  # there is something to see
 
 
 def test_a_pose_that_is_not_finite_spoils_its_own_map_only() -> None:

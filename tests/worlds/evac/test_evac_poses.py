@@ -104,14 +104,6 @@ def test_motions_follow_the_formula() -> None:
             np.testing.assert_allclose(got[b, f], expected, rtol=2e-5, atol=1e-3)
 
 
-def test_a_turn_over_half_a_circle_is_a_small_turn_back() -> None:
-    ahead, behind = turned((0, 0, 1), 3.1), turned((0, 0, 1), -3.1)
-    pose = torch.tensor([[[0, 0, 0, *ahead, 0]], [[0, 0, 0, *behind, 0]]], dtype=torch.float32)
-    one = MotionStatistics(mean=(0.0,) * 12, std=(1.0,) * 12, stride=1)
-    turn = Motions(one)(pose[1:], pose[:1])[0, 0, 5].item()
-    assert turn == pytest.approx(2 * math.pi - 6.2, abs=1e-5)
-
-
 @pytest.mark.parametrize(
     "wrong", [{"mean": (0.0,) * 11}, {"std": (0.0,) * 12}, {"std": (1.0,) * 13}, {"stride": 0}]
 )

@@ -9,14 +9,10 @@ from torch import Tensor
 
 from asyncrl.worlds.evac.conditions import Resampler, ResamplerConfig
 from support.evac import randomised
+from support.formulas import gelu, layer_norm
 
+EPS = 1e-5
 TINY = ResamplerConfig(inputs=5, queries=4, width=12, depth=2, heads=2, head_dim=3)
-
-
-def norm(x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
-    centred = x - x.mean(-1, keepdim=True)
-    spread = (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    return centred / spread * w[name + ".weight"] + w[name + ".bias"]
 
 
 def slow(w: dict[str, Tensor], size: ResamplerConfig, vectors: Tensor) -> Tensor:
@@ -25,8 +21,8 @@ def slow(w: dict[str, Tensor], size: ResamplerConfig, vectors: Tensor) -> Tensor
     queries, inner = w["latents"][0], size.heads * size.head_dim
     for layer in range(size.depth):
         at, mlp = f"layers.{layer}.0.", f"layers.{layer}.1."
-        seen = norm(queries, w, at + "norm2")
-        source = torch.cat([norm(x, w, at + "norm1"), seen])
+        seen = layer_norm(queries, w, at + "norm2", EPS)
+        source = torch.cat([layer_norm(x, w, at + "norm1", EPS), seen])
         both = source @ w[at + "to_kv.weight"].T
         rows = []
         for query in seen @ w[at + "to_q.weight"].T:
@@ -39,9 +35,9 @@ def slow(w: dict[str, Tensor], size: ResamplerConfig, vectors: Tensor) -> Tensor
                 heads.append((share / share.sum()) @ values)
             rows.append(torch.cat(heads) @ w[at + "to_out.weight"].T)
         queries = queries + torch.stack(rows)
-        y = norm(queries, w, mlp + "0") @ w[mlp + "1.weight"].T
-        queries = queries + (y * 0.5 * (1 + torch.erf(y / math.sqrt(2)))) @ w[mlp + "3.weight"].T
-    return norm(queries @ w["proj_out.weight"].T + w["proj_out.bias"], w, "norm_out")
+        y = layer_norm(queries, w, mlp + "0", EPS) @ w[mlp + "1.weight"].T
+        queries = queries + gelu(y) @ w[mlp + "3.weight"].T
+    return layer_norm(queries @ w["proj_out.weight"].T + w["proj_out.bias"], w, "norm_out", EPS)
 
 
 def test_numbers_and_gradients_follow_the_equations() -> None:

@@ -12,12 +12,10 @@ from torch.nn import functional
 
 from asyncrl.worlds.evac.unet import EvacUNet, UNetConfig, attend
 from support.evac import TINY_UNET, randomised
+from support.formulas import gelu, silu, standardised
 
 TINY = TINY_UNET
 Weights = dict[str, Tensor]
-
-
-# ---- the slow reference ------------------------------------------------------------------------------
 
 
 def below(weights: Weights, prefix: str) -> Weights:
@@ -32,12 +30,7 @@ def group_norm(x: Tensor, w: Weights, groups: int, eps: float) -> Tensor:
 
 
 def layer_norm(x: Tensor, w: Weights) -> Tensor:
-    spread = (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
-    return (x - x.mean(-1, keepdim=True)) / spread * w["weight"] + w["bias"]
-
-
-def silu(x: Tensor) -> Tensor:
-    return x / (1 + torch.exp(-x))
+    return standardised(x, 1e-5) * w["weight"] + w["bias"]
 
 
 def linear(x: Tensor, w: Weights) -> Tensor:
@@ -79,8 +72,7 @@ def block(x: Tensor, w: Weights, head_dim: int, context: Tensor | None, names: t
     x = x + attention(y, y if context is None else context, below(w, "attn2"), names, head_dim)
     y = linear(layer_norm(x, below(w, "norm3")), below(w, "ff.net.0.proj"))
     value, gate = y.chunk(2, -1)
-    gelu = gate * 0.5 * (1 + torch.erf(gate / math.sqrt(2)))
-    return x + linear(value * gelu, below(w, "ff.net.2"))
+    return x + linear(value * gelu(gate), below(w, "ff.net.2"))
 
 
 def spatial(x: Tensor, w: Weights, size: UNetConfig, context: list[Tensor], names: tuple[str, str]) -> Tensor:
@@ -188,9 +180,6 @@ def slow_unet(
         x = through(torch.cat([x, skips.pop()], 1), f"output_blocks.{number}")
     out = [silu(group_norm(frame, below(w, "out.0"), size.groups, 1e-5)) for frame in x]
     return torch.stack([conv2d(frame, below(w, "out.2")) for frame in out])
-
-
-# ---- tests ------------------------------------------------------------------------------------------
 
 
 def inputs(batch: int, frames: int, seed: int = 0) -> tuple[Tensor, ...]:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import ConfigError
@@ -20,6 +19,7 @@ from asyncrl.worlds.evac.files import estimate_slot
 from asyncrl.worlds.evac.unet import EvacUNet
 from asyncrl.worlds.evac.world import EvacOptions, EvacWorld
 from support.evac import PUBLISHED, some_actions, start_state, tiny_config, tiny_networks
+from support.looks import Looks
 
 CONFIG = tiny_config()
 
@@ -31,9 +31,6 @@ def world() -> EvacWorld:
 
 def with_options(world: EvacWorld, **options: float) -> EvacWorld:
     return EvacWorld(world.networks, world.config, options=EvacOptions(**options))  # type: ignore[arg-type]
-
-
-# ---- against the parts -----------------------------------------------------------------------------
 
 
 class Slow:
@@ -133,9 +130,6 @@ def test_decisions_are_what_the_parts_give_by_hand(world: EvacWorld, options: di
     assert frames.float().std() > 1  # something was drawn
 
 
-# ---- rows ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_the_network_compiles_in_one_piece(world: EvacWorld) -> None:
     torch._dynamo.reset()
@@ -157,42 +151,15 @@ def test_the_network_compiles_in_one_piece(world: EvacWorld) -> None:
         torch.testing.assert_close(whole(values), coder(values))
 
 
-class Waits(TorchDispatchMode):
-    """Counts what would wait for a device: numbers that go to the host, and shapes that depend on numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        waiting = (
-            "_local_scalar_dense",
-            "nonzero",
-            "masked_select",
-            "unique_dim",
-            "_unique2",
-            "equal",
-            "item",
-        )
-        masks = name == "index" and any(t is not None and t.dtype == torch.bool for t in args[1])
-        if name in waiting or masks:
-            self.found.append(name)
-        return func(*args, **(kwargs or {}))
-
-
 def test_imagining_never_asks_for_a_number(world: EvacWorld) -> None:
     state = world.start([start_state(1), start_state(2)], decisions=2)
     actions = some_actions(2)
-    with Waits() as waits:
+    with Looks() as looks:
         world.imagine(state, actions, [1, 2])
-    assert waits.found == []
-    with Waits() as waits:  # the count itself works
+    assert looks.seen == []
+    with Looks() as looks:  # the count itself works
         actions[actions > 0].sum().item()
-    assert waits.found
-
-
-# ---- refusals ------------------------------------------------------------------------------------------
+    assert looks.seen
 
 
 def test_a_decision_beyond_the_announced_number_is_an_error(world: EvacWorld) -> None:

@@ -19,9 +19,9 @@ from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
 from asyncrl.worlds.opensora.files import open_world
 from asyncrl.worlds.opensora.stdit3 import STDiT3, STDiT3Config
 from asyncrl.worlds.opensora.world import OpenSoraWorld, save_world
-from support.opensora import NANO, NANO_VAE, RANGE, export_opensora, nano_world, write_transformer
+from support.opensora import NANO, RANGE, export_opensora, nano_world, write_transformer
 from support.published_worlds import listed_shapes, sparse_safetensors
-from support.worlds import load_world
+from support.worlds import change_json, cut, load_world
 
 AUTO = ImaginationSettings()
 MODEL = "model-00001.safetensors"
@@ -43,23 +43,6 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], dtype: t
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor.to(dtype)), name
         assert found[name].dtype == dtype
-
-
-# ---- round trips ---------------------------------------------------------------------------------
-
-
-def test_a_saved_world_comes_back_bit_for_bit(tmp_path: Path) -> None:
-    world = nano_world()
-    save_world(tmp_path, world)
-    loaded = load_world(tmp_path)
-    assert_equal(loaded.transformer.state_dict(), world.transformer.state_dict(), torch.float32)
-    assert_equal(loaded.vae.state_dict(), world.vae.state_dict(), torch.float32)
-    assert (loaded.transformer.size, loaded.vae.size) == (NANO, NANO_VAE)
-    assert (loaded.image_size, loaded.schedule_steps, loaded.version) == (32, 2, 3)
-    assert loaded.action_range == RANGE
-    assert not any(p.requires_grad for module in loaded.modules().values() for p in module.parameters())
-    defaults = OpenSoraWorld.defaults(tmp_path, AUTO)
-    assert (defaults.context, defaults.steps, defaults.temperature) == ("latents", 2, 0.0)
 
 
 @pytest.mark.parametrize("shard_bytes", [None, 30_000])
@@ -142,9 +125,6 @@ def test_the_scratch_of_a_slot_counts_keys_and_values_as_they_are(tmp_path: Path
     assert open_world(tmp_path).slot_bytes().shared == 4 * 16 * 4 * 32**2 * 4
 
 
-# ---- what is wrong with a published folder -------------------------------------------------------
-
-
 def change_transformer(change: Callable[[dict[str, Tensor]], None]) -> Callable[[Path], None]:
     """Write the transformer again as one file, changed."""
 
@@ -181,27 +161,17 @@ def rename(name: str, other: str) -> Callable[[dict[str, Tensor]], None]:
 
 def truncate(name: str) -> Callable[[Path], None]:
     def breaks(folder: Path) -> None:
-        file = next(path for path in sorted(folder.rglob("*.safetensors")) if name in path.name)
-        file.write_bytes(file.read_bytes()[:-1000])
+        cut(next(path for path in sorted(folder.rglob("*.safetensors")) if name in path.name))
 
     return breaks
 
 
-def change_json(name: str, change: Callable[[dict], object]) -> Callable[[Path], None]:
-    def breaks(folder: Path) -> None:
-        content = json.loads((folder / name).read_text())
-        change(content)
-        (folder / name).write_text(json.dumps(content))
-
-    return breaks
+def described(name: str, change: Callable[[dict], object]) -> Callable[[Path], None]:
+    return lambda folder: change_json(folder / name, change)
 
 
-def remove_vae(folder: Path) -> None:
-    (folder / "vae").rename(folder / "elsewhere")
-
-
-def two_autoencoders(folder: Path) -> None:
-    save_file(load_file(folder / VAE), folder / "vae" / "another.safetensors")
+def missing(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
 
 
 QKV = "spatial_blocks.1.attn.qkv.bias"
@@ -228,7 +198,7 @@ BROKEN = {
         "takes actions of 14 numbers",
     ),
     "channels": (
-        change_json("vae/config.json", lambda c: c.update(latent_channels=16)),
+        described("vae/config.json", lambda c: c.update(latent_channels=16)),
         "the transformer has 4 latent channels, the autoencoder 16",
     ),
     "truncated": (truncate("model-00002"), r"model-00002-of-0000\d\.safetensors is truncated"),
@@ -236,33 +206,39 @@ BROKEN = {
         lambda folder: next(folder.glob("model-00002*")).unlink(),
         r"model-00002-of-0000\d\.safetensors is missing",
     ),
-    "index lacks": (change_json(INDEX, lambda c: c["weight_map"].pop(QKV)), rf"differ in {QKV}"),
+    "index lacks": (described(INDEX, lambda c: c["weight_map"].pop(QKV)), rf"differ in {QKV}"),
     "index leads out": (
-        change_json(INDEX, lambda c: c["weight_map"].update({QKV: "../x.safetensors"})),
+        described(INDEX, lambda c: c["weight_map"].update({QKV: "../x.safetensors"})),
         "has no weight_map of tensors to files beside it",
     ),
-    "vae missing": (remove_vae, r"no autoencoder: .*vae is missing"),
-    "vae empty": (lambda folder: (folder / VAE).unlink(), r"vae should hold one file .* holds none"),
-    "vae twice": (two_autoencoders, r"vae should hold one file .* holds 2 of them"),
+    "vae missing": (
+        lambda folder: (folder / "vae").rename(folder / "elsewhere"),
+        r"no autoencoder: .*vae is missing",
+    ),
+    "vae empty": (missing(VAE), r"vae should hold one file .* holds none"),
+    "vae twice": (
+        lambda folder: save_file(load_file(folder / VAE), folder / "vae" / "another.safetensors"),
+        r"vae should hold one file .* holds 2 of them",
+    ),
     "vae truncated": (truncate("diffusion"), r"diffusion_pytorch_model\.safetensors is truncated"),
     "vae lacks": (change_vae(drop(CONV)), rf"lacks tensor {CONV}"),
     "vae added": (change_vae(add("loss.weight", 2)), r"holds loss\.weight, which the model has no use for"),
     "vae misshapen": (change_vae(add(CONV, 4, 4, 1, 1)), rf"tensor {CONV} has shape \[4, 4, 1, 1\]"),
     "vae config": (
-        change_json("vae/config.json", lambda c: c.pop("layers_per_block")),
+        described("vae/config.json", lambda c: c.pop("layers_per_block")),
         r"config\.json does not describe an AutoencoderKL \(KeyError\('layers_per_block'\)\)",
     ),
     "vae sizes": (
-        change_json("vae/config.json", lambda c: c.update(block_out_channels=[4, 10**9])),
-        r"config\.json does not describe an AutoencoderKL .*block_out_channels",
+        described("vae/config.json", lambda c: c.update(block_out_channels=4)),
+        r"config\.json does not describe an AutoencoderKL \(TypeError",
     ),
-    "vae without config": (lambda f: (f / "vae/config.json").unlink(), r"vae/config\.json is missing"),
+    "vae without config": (missing("vae/config.json"), r"vae/config\.json is missing"),
     "statistics": (
-        change_json("dataset_statistics.json", lambda c: c["action"].pop("q99")),
+        described("dataset_statistics.json", lambda c: c["action"].pop("q99")),
         r"dataset_statistics\.json should hold .*'q99'",
     ),
     "no statistics": (
-        lambda folder: (folder / "dataset_statistics.json").unlink(),
+        missing("dataset_statistics.json"),
         r"dataset_statistics\.json is missing",
     ),
 }
@@ -284,7 +260,7 @@ def test_another_scale_in_the_autoencoders_file_is_told_and_not_used(
 ) -> None:
     assert open_world(published).vae_size.scale == 0.13025
     assert "scaling_factor" not in caplog.text
-    change_json("vae/config.json", lambda c: c.update(scaling_factor=0.18215))(published)
+    described("vae/config.json", lambda c: c.update(scaling_factor=0.18215))(published)
     assert open_world(published).vae_size.scale == 0.13025
     assert "says scaling_factor 0.18215; worlds of this kind are trained with 0.13025" in caplog.text
 
@@ -301,59 +277,40 @@ def test_autoencoders_of_old_versions_of_diffusers_are_read(published: Path) -> 
     assert_equal(load_world(published).vae.state_dict(), expected, torch.bfloat16)
 
 
-# ---- what is wrong with a folder of ours ---------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("breaks", "words"),
     [
-        (lambda c: c.update(kind="wan"), r"world\.json describes 'wan' in format .*reads 'opensora'"),
-        (lambda c: c.update(format="other"), "in format 'other'"),
-        (lambda c: c.update(format="asyncrl-world-1"), "earlier version, .*asyncrl convert "),
-        (lambda c: c.pop("image_size"), r"incomplete \(image_size is missing"),
-        (lambda c: c.update(image_size=40), "image_size 40 is no multiple of 16"),
-        (lambda c: c.update(image_size=0), "image_size is 0"),
-        (lambda c: c.update(schedule_steps=0), "schedule_steps is 0"),
+        *(
+            (described("world.json", change), words)
+            for change, words in (
+                (lambda c: c.update(kind="wan"), r"world\.json describes 'wan' in format .*reads 'opensora'"),
+                (lambda c: c.update(format="other"), "in format 'other'"),
+                (lambda c: c.update(format="asyncrl-world-1"), "earlier version, .*asyncrl convert "),
+                (lambda c: c.pop("image_size"), r"incomplete \(image_size is missing"),
+                (lambda c: c.update(image_size=40), "image_size 40 is no multiple of 16"),
+                (lambda c: c.update(image_size=0), "image_size is 0"),
+                (lambda c: c.update(schedule_steps=0), "schedule_steps is 0"),
+            )
+        ),
+        *(
+            (described("vae/config.json", lambda c, key=key, value=value: c.update({key: value})), words)
+            for key, value, words in (
+                ("layers_per_block", 10**6, "size that is no size"),
+                ("norm_num_groups", 3, "groups must divide every width"),
+                ("scaling_factor", 0, "scale must be positive"),
+                ("latent_channels", 8, "4 latent channels, the autoencoder 8"),
+            )
+        ),
+        (missing("transformer.safetensors"), "holds no transformer of an OpenSora world"),
+        (missing(VAE), "vae should hold one file"),
+        (missing("vae/config.json"), r"config\.json is missing"),
+        (missing("dataset_statistics.json"), r"dataset_statistics\.json is missing"),
     ],
 )
 def test_what_is_wrong_with_a_folder_of_ours_is_named(
-    tmp_path: Path, breaks: Callable[[dict], object], words: str
+    tmp_path: Path, breaks: Callable[[Path], None], words: str
 ) -> None:
     save_world(tmp_path, nano_world())
-    change_json("world.json", breaks)(tmp_path)
-    with pytest.raises(CheckpointError, match=words):
-        OpenSoraWorld.check(tmp_path, AUTO)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"layers_per_block": 10**6}, "size that is no size"),
-        ({"norm_num_groups": 3}, "groups must divide every width"),
-        ({"scaling_factor": 0}, "scale must be positive"),
-        ({"latent_channels": 8}, "4 latent channels, the autoencoder 8"),
-    ],
-)
-def test_what_is_wrong_with_an_autoencoder_of_ours_is_named(
-    tmp_path: Path, change: dict[str, int], words: str
-) -> None:
-    save_world(tmp_path, nano_world())
-    change_json("vae/config.json", lambda content: content.update(change))(tmp_path)
-    with pytest.raises(CheckpointError, match=words):
-        OpenSoraWorld.check(tmp_path, AUTO)
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("transformer.safetensors", "holds no transformer of an OpenSora world"),
-        (VAE, "vae should hold one file"),
-        ("vae/config.json", r"config\.json is missing"),
-        ("dataset_statistics.json", r"dataset_statistics\.json is missing"),
-    ],
-)
-def test_a_missing_file_of_ours_is_named(tmp_path: Path, name: str, words: str) -> None:
-    save_world(tmp_path, nano_world())
-    (tmp_path / name).unlink()
+    breaks(tmp_path)
     with pytest.raises(CheckpointError, match=words):
         OpenSoraWorld.check(tmp_path, AUTO)

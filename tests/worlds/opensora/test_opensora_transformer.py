@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.worlds.layers import sinusoid
 from asyncrl.worlds.opensora.stdit3 import UNUSED, STDiT3, STDiT3Config
+from support.formulas import gelu_tanh, rms_norm, silu, standardised
 from support.opensora import NANO, nano_transformer
 from support.published_worlds import listed_shapes
 
@@ -22,28 +22,12 @@ def some_inputs(batch: int = 2, *, new: int = 8, height: int = 6, width: int = 4
     return latents, torch.tensor([700.0, 312.5])[:batch], actions
 
 
-# ---- the slow reference: one sample, loops over frames, tokens, heads and keys --------------------
-
-
 def linear(w: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
     return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
 
 
-def silu(x: Tensor) -> Tensor:
-    return x / (1 + torch.exp(-x))
-
-
-def rms(x: Tensor, weight: Tensor) -> Tensor:
-    return x / ((x * x).mean() + 1e-6).sqrt() * weight
-
-
 def adaptive_norm(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    centred = x - x.mean()
-    return centred / ((centred * centred).mean() + 1e-6).sqrt() * (1 + scale) + shift
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    return standardised(x) * (1 + scale) + shift
 
 
 def turn(x: Tensor, frame: int, rates: Tensor) -> Tensor:
@@ -66,8 +50,8 @@ def slow_attention(
     heads_of = [linear(w, f"{name}.qkv", x).reshape(3, heads, size) for x in tokens]
     outs = [torch.zeros(width) for _ in tokens]
     for head in range(heads):
-        queries = [rms(qkv[0, head], w[f"{name}.q_norm.weight"]) for qkv in heads_of]
-        keys = [rms(qkv[1, head], w[f"{name}.k_norm.weight"]) for qkv in heads_of]
+        queries = [rms_norm(qkv[0, head], w[f"{name}.q_norm.weight"]) for qkv in heads_of]
+        keys = [rms_norm(qkv[1, head], w[f"{name}.k_norm.weight"]) for qkv in heads_of]
         if rates is not None:
             queries = [turn(q, frame, rates) for frame, q in enumerate(queries)]
             keys = [turn(k, frame, rates) for frame, k in enumerate(keys)]
@@ -165,9 +149,6 @@ def slow_transformer(
     return out
 
 
-# ---- numbers -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("patch", [1, 2])
 def test_the_whole_window_is_what_the_published_model_is_said_to_compute(patch: int) -> None:
     size = replace(NANO, patch=patch)
@@ -220,32 +201,11 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
         torch.testing.assert_close(plain, checkpointed)
 
 
-def test_a_frame_depends_on_its_own_action_and_earlier_ones_only() -> None:
-    model = nano_transformer()
-    latents, times, actions = some_inputs(1)
-    before = model(latents, times, actions)
-    changed = actions.clone()
-    changed[:, 5] += 1
-    difference = (model(latents, times, changed) - before).abs().amax(dim=(0, 1, 3, 4))
-    assert (difference[:5] == 0).all()
-    assert (difference[5:] > 1e-4).all()
-
-
-def test_the_sinusoid_starts_with_cosines() -> None:
-    expected = [math.cos(900), math.cos(9), math.sin(900), math.sin(9)]
-    torch.testing.assert_close(
-        sinusoid(torch.tensor([900.0]), 4)[0], torch.tensor(expected, dtype=torch.float64)
-    )
-
-
 def test_times_are_rounded_to_the_type_of_the_weights() -> None:
     model = nano_transformer().bfloat16()
     exact, rounded = model.embed_times(torch.tensor([952.38])), model.embed_times(torch.tensor([952.0]))
     assert torch.equal(exact, rounded)
     assert not torch.equal(exact, model.embed_times(torch.tensor([956.0])))
-
-
-# ---- names ---------------------------------------------------------------------------------------
 
 
 def test_the_published_size_has_the_published_tensors_that_are_used() -> None:

@@ -31,9 +31,6 @@ def grey_levels_apart(one: Tensor, other: Tensor) -> int:
     return int((one.int() - other.int()).abs().max())
 
 
-# ---- numbers -------------------------------------------------------------------------------------
-
-
 def test_imagined_frames_follow_the_written_recipe(world: OpenSoraWorld) -> None:
     """Three decisions by hand: whole windows, plain Euler steps, diffusers' autoencoder frame by frame."""
     start, library = start_state(5), by_diffusers(world.vae)
@@ -60,9 +57,6 @@ def test_imagined_frames_follow_the_written_recipe(world: OpenSoraWorld) -> None
     assert expected.std() > 1
 
 
-# ---- slots ---------------------------------------------------------------------------------------
-
-
 def test_an_episode_goes_on_from_its_context_and_not_from_the_first_frame(world: OpenSoraWorld) -> None:
     start = start_state(6, context=4)
     state = world.start([start])
@@ -77,9 +71,6 @@ def test_an_episode_goes_on_from_its_context_and_not_from_the_first_frame(world:
     torch.testing.assert_close(
         world.start([still]).latents, world.start([plain]).latents, atol=1e-5, rtol=1e-5
     )
-
-
-# ---- compiled, moved -----------------------------------------------------------------------------
 
 
 def test_a_compiled_world_fills_its_batch_up_and_imagines_the_same(
