@@ -23,9 +23,10 @@ from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.replay.store import PATTERN
-from asyncrl.replay_tools.cleanup import expendable, resume_version
+from asyncrl.replay_tools.cleanup import expendable
 from asyncrl.replay_tools.episodes import NOTHING, group_file_or_none, read_outcomes, table, warn, watched
 from asyncrl.storage import run_owner
+from asyncrl.storage.assets import kept
 from asyncrl.storage.run_folder import (
     LEFT_BY_EVALUATOR,
     METRICS,
@@ -134,7 +135,7 @@ def leftovers_of(run: Path, state: State, keep: int) -> Iterator[Leftover]:
         yield from _checkpoints(run / "checkpoints", keep)
     replay = run / "replay"
     if state is State.FINISHED and kind_of(replay) == "a folder" and (replay / "replay.json").is_file():
-        outcomes, resume = read_outcomes(replay, warn), resume_version(replay)
+        outcomes, resume = read_outcomes(replay, warn), max(kept(run), default=None)
         for path in watched(sorted(replay.glob(PATTERN)), f"reading groups of {run.name}"):
             group = group_file_or_none(path) if not kind_of(path) else None
             if group is not None and expendable(group, outcomes, resume):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import fcntl
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import h5py
 
+from asyncrl.config.bounds import AtLeast
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.replay.group_file import GroupFile, read_group
 from asyncrl.replay.sealed_file import Codec, codec_of, opened, sealing, settings_of
@@ -25,6 +25,7 @@ from asyncrl.replay_tools.episodes import (
     watched,
 )
 from asyncrl.storage import run_owner
+from asyncrl.storage.assets import kept
 from asyncrl.storage.atomic import flush, replacing
 from asyncrl.storage.untrusted import dataset_in
 
@@ -121,7 +122,9 @@ def _copy(old: h5py.File, new: h5py.File, settings: dict[str, Any]) -> None:
 class Prune(ReplayCommand):
     """Delete groups that were used, filtered or dropped. Refuses on a live run, unless --dry-run."""
 
-    keep_gigabytes: float | None = None
+    keep_gigabytes: Annotated[
+        float | None, AtLeast(0, "it is a size.", "Use 0 for as little as possible.")
+    ] = None
     """Delete the oldest of them until the replay is at most this large, in 1e9 bytes."""
     older_than_version: int | None = None
     """Delete those whose newest decision is by an older policy version than this."""
@@ -134,10 +137,6 @@ class Prune(ReplayCommand):
             raise ConfigError(
                 "give either --keep-gigabytes X or --older-than-version V: it says what may go."
             )
-        if self.keep_gigabytes is not None and self.keep_gigabytes < 0:
-            raise ConfigError(
-                f"--keep-gigabytes {self.keep_gigabytes} is negative. Use 0 for as little as possible."
-            )
 
     def run(self) -> int:
         """Delete, lowest number first, and say what it frees."""
@@ -145,7 +144,7 @@ class Prune(ReplayCommand):
         with nullcontext() if self.dry_run else locked(folder):
             paths = watched(sorted(folder.glob(PATTERN)), "reading groups")
             group_files = [x for path in paths if (x := group_file_or_none(path)) is not None]
-            outcomes, resume = read_outcomes(folder, warn), resume_version(folder)
+            outcomes, resume = read_outcomes(folder, warn), max(kept(folder.parent), default=None)
             closed = [x for x in group_files if expendable(x, outcomes, resume)]
             chosen = self._choose(group_files, closed)
             if chosen and not self.dry_run:
@@ -176,18 +175,11 @@ class Prune(ReplayCommand):
 
 
 def expendable(group_file: GroupFile, outcomes: GroupOutcomes, resume: int | None) -> bool:
-    """True if a group is closed and a resume would not use it again."""
+    """True if a group is closed and a resume, at version `resume` if at all, would not use it again."""
     if outcomes.of(group_file.number) == "unused":
         return False
     used_at = outcomes.used_at(group_file.number)
     return used_at is None or resume is None or used_at < resume
-
-
-def resume_version(folder: Path) -> int | None:
-    """Return the version of the run's newest checkpoint; None when it has none."""
-    names = [path.name for path in (folder.parent / "checkpoints").glob("update_*")]
-    found = [re.fullmatch(r"update_(\d+)", name) for name in names]
-    return max((int(match[1]) for match in found if match), default=None)
 
 
 @contextmanager

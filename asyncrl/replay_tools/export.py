@@ -19,7 +19,6 @@ from asyncrl.replay_tools.episodes import LIGHT, EpisodeSelection, StoredEpisode
 from asyncrl.replay_tools.lerobot import write_lerobot
 from asyncrl.replay_tools.samples import STEPS_PER_SECOND, Rate, Samples, camera_name, samples_of
 from asyncrl.storage.atomic import replacing, unfinished
-from asyncrl.storage.untrusted import load_json
 
 GYM = 2
 """The number of robomimic's EnvType.GYM_TYPE; the environment itself cannot be made from the file."""
@@ -63,6 +62,7 @@ def _put_episode(group: h5py.Group, row: StoredEpisode, samples: Samples) -> Non
     group.create_dataset("dones", data=samples.dones.astype(np.int64))
 
 
+KEEP = "--replay.keep-video-every 1 in training keeps that of every group; --rate decision needs none"
 NEEDED = (*LIGHT, "frames", "actions", "video", "more_frames", "states")
 
 
@@ -103,7 +103,7 @@ class Export(EpisodeSelection):
         samples = write(self.out, source, self.rate)
         print(f"{self.out}: {source.taken} episodes, {samples} samples, one per {self.rate}")
         if source.left_out:
-            print(f"left out: {source.left_out} episodes, whose video was not kept. {self._how_to_keep()}")
+            print(f"left out: {source.left_out} episodes, whose video was not kept. {KEEP}")
         if source.without:
             print(
                 f"not in it: the further cameras and states of {source.without} episodes, which a replay has "
@@ -112,27 +112,8 @@ class Export(EpisodeSelection):
         return 0
 
     def _nothing(self) -> str:
-        why = f"{self.path} holds no episode that fits"
-        if self.rate == "step":
-            return f"{why} and whose video was kept. Widen the flags. {self._how_to_keep()}"
-        return f"{why}. Widen the flags."
-
-    def _how_to_keep(self) -> str:
-        every = _kept_every(self.folder)
-        this = {None: "", 0: " (this run: none, 0)"}.get(every, f" (this run: of 1 in {every})")
-        return (
-            f"--replay.keep-video-every 1 in training keeps that of every group{this}; --rate decision needs "
-            "none"
-        )
-
-
-def _kept_every(folder: Path) -> int | None:
-    try:
-        found = load_json(folder.parent / "config.json").get("replay")
-    except (OSError, ValueError):
-        return None
-    every = found.get("keep_video_every") if isinstance(found, dict) else None
-    return every if type(every) is int else None
+        video, remedy = (" and whose video was kept", f" {KEEP}") if self.rate == "step" else ("", "")
+        return f"{self.path} holds no episode that fits{video}. Widen the flags.{remedy}"
 
 
 @dataclass(kw_only=True)

@@ -28,42 +28,24 @@ QUANTILES: Final = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99
 _LEVELS: Final = 256
 
 
-class NumberStatistics:
-    """Statistics of a column of numbers, which is kept."""
-
-    def __init__(self) -> None:
-        self._parts: list[NDArray[Any]] = []
-
-    def add(self, values: NDArray[Any]) -> None:
-        """Count ``[T, D]`` numbers."""
-        self._parts.append(values)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return ``[D]`` lists by name, and how many samples there were."""
-        values = np.concatenate(self._parts).astype(np.float64)
-        found = {"min": values.min(0), "max": values.max(0), "mean": values.mean(0), "std": values.std(0)}
-        found |= {name: np.quantile(values, share, axis=0) for name, share in QUANTILES.items()}
-        return {name: value.tolist() for name, value in found.items()} | {"count": [len(values)]}
+def number_statistics(values: NDArray[Any]) -> dict[str, Any]:
+    """Return ``[D]`` lists by name of ``[T]`` or ``[T, D]`` numbers, and how many samples there were."""
+    values = values.reshape(len(values), -1).astype(np.float64)
+    found = {"min": values.min(0), "max": values.max(0), "mean": values.mean(0), "std": values.std(0)}
+    found |= {name: np.quantile(values, share, axis=0) for name, share in QUANTILES.items()}
+    return {name: value.tolist() for name, value in found.items()} | {"count": [len(values)]}
 
 
-class PictureStatistics:
-    """Statistics of a camera's pictures per channel, in [0, 1], from how often each level occurs."""
+def level_counts(pictures: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Count how often each level occurs in ``[T, H, W, 3]`` pictures: ``[3, 256]``."""
+    return np.stack([np.bincount(pictures[..., i].ravel(), minlength=_LEVELS) for i in range(3)])
 
-    def __init__(self) -> None:
-        self._counts = np.zeros((3, _LEVELS), np.int64)
-        self._pictures = 0
 
-    def add(self, pictures: NDArray[np.uint8]) -> None:
-        """Count ``[T, H, W, 3]`` pictures."""
-        for channel in range(3):
-            self._counts[channel] += np.bincount(pictures[..., channel].ravel(), minlength=_LEVELS)
-        self._pictures += len(pictures)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return ``[3, 1, 1]`` lists by name, and how many pictures there were."""
-        channels = [_of_levels(counts) for counts in self._counts]
-        found = {name: [[[channel[name]]] for channel in channels] for name in channels[0]}
-        return found | {"count": [self._pictures]}
+def picture_statistics(counts: NDArray[np.int64], pictures: int) -> dict[str, Any]:
+    """Return ``[3, 1, 1]`` lists by name of levels in [0, 1], and how many pictures there were."""
+    channels = [_of_levels(levels) for levels in counts]
+    found = {name: [[[channel[name]]] for channel in channels] for name in channels[0]}
+    return found | {"count": [pictures]}
 
 
 def _of_levels(counts: NDArray[np.int64]) -> dict[str, float]:
@@ -199,10 +181,10 @@ class _DataSet:
         self._rate = Fraction(STEPS_PER_SECOND)  # Samples per second.
         self._features: dict[str, dict[str, Any]] = {}  # Those of the first episode.
         self._writers: list[Mp4Writer] = []
-        self._rows: list[dict[str, Any]] = []
+        self._columns: dict[str, list[NDArray[Any]]] = {}
+        self._levels: dict[str, NDArray[np.int64]] = {}
         self._episodes: list[dict[str, Any]] = []
         self._tasks: dict[str, int] = {}
-        self._stats: dict[str, NumberStatistics | PictureStatistics] = {}
 
     @property
     def _fps(self) -> float:
@@ -240,8 +222,6 @@ class _DataSet:
         for writer, images in zip(self._writers, pictures.values(), strict=True):
             for frame in images:
                 writer.add(frame)
-        cells = zip(*map(_cells, columns.values()), strict=True)
-        self._rows += [dict(zip(columns, values, strict=True)) for values in cells]
         about = episode_row(row, pictures, self._rate, number, self.length, self.length + length)
         self._episodes.append(about | self._count(columns, pictures))
         self.length += length
@@ -257,14 +237,16 @@ class _DataSet:
             if about["dtype"] in types
             for size in about["shape"]
         ]
-        rows = pa.Table.from_pylist(self._rows, pa.schema(kinds))
-        _write_table(self._folder / "data" / f"{FILE}.parquet", rows)
+        columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
+        cells = {name: _cells(column) for name, column in columns.items()}
+        _write_table(self._folder / "data" / f"{FILE}.parquet", pa.table(cells, pa.schema(kinds)))
         _write_table(meta / "episodes" / f"{FILE}.parquet", pa.Table.from_pylist(self._episodes))
         _write_table(meta / "tasks.parquet", _task_table(pa, list(self._tasks)))
         counts = {"episodes": len(self._episodes), "frames": self.length, "tasks": len(self._tasks)}
         info = info_of(self._features, self._fps, **counts)
         (meta / "info.json").write_text(json.dumps(info, indent=4) + "\n")
-        stats = {name: gathered.as_dict() for name, gathered in self._stats.items()}
+        stats = {name: picture_statistics(counts, self.length) for name, counts in self._levels.items()}
+        stats |= {name: number_statistics(column) for name, column in columns.items()}
         (meta / "stats.json").write_text(json.dumps(stats, indent=4) + "\n")
 
     def _begin(self, samples: Samples, cameras: Iterable[str]) -> None:
@@ -277,16 +259,16 @@ class _DataSet:
             self._writers.append(self.movies.enter_context(writer))
 
     def _count(self, columns: Arrays, pictures: Arrays) -> dict[str, Any]:
-        """Add an episode to the statistics of all; returns its own, as columns of meta/episodes."""
-        own: dict[str, Any] = {}
-        for name, values in (pictures | columns).items():
-            kind = PictureStatistics if name in pictures else NumberStatistics
-            shaped = values if name in pictures else values.reshape(len(values), -1)
-            alone = kind()
-            for gathered in (alone, self._stats.setdefault(name, kind())):
-                gathered.add(shaped)
-            own |= {f"stats/{name}/{what}": value for what, value in alone.as_dict().items()}
-        return own
+        """Keep an episode's numbers; returns its own statistics, as columns of meta/episodes."""
+        own: dict[str, dict[str, Any]] = {}
+        for name, images in pictures.items():
+            counts = level_counts(images)
+            self._levels[name] = self._levels.get(name, 0) + counts
+            own[name] = picture_statistics(counts, len(images))
+        for name, column in columns.items():
+            self._columns.setdefault(name, []).append(column)
+            own[name] = number_statistics(column)
+        return {f"stats/{name}/{what}": value for name, of in own.items() for what, value in of.items()}
 
 
 def _cells(column: NDArray[Any]) -> list[Any]:

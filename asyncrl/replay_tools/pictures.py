@@ -15,6 +15,7 @@ import tyro
 from numpy.typing import NDArray
 from PIL import Image
 
+from asyncrl.config.bounds import AtLeast
 from asyncrl.config.sections import SuccessFrames
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.records import UNKNOWN_LENGTH, Episode
@@ -54,16 +55,13 @@ class Sheet(EpisodeSelection):
 
     out: Path
     """File to write, ending in .png."""
-    successes: int = 6
+    successes: Annotated[int, AtLeast(0, "it counts episodes.", "Use 0 for none.")] = 6
     """Successful episodes to draw."""
-    failures: int = 6
+    failures: Annotated[int, AtLeast(0, "it counts episodes.", "Use 0 for none.")] = 6
     """Failed episodes to draw."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, count in (("successes", self.successes), ("failures", self.failures)):
-            if count < 0:
-                raise ConfigError(f"--{name} is {count}, but it counts episodes. Use 0 for none.")
         if self.successes == self.failures == 0:
             raise ConfigError(
                 "--successes and --failures are both 0, which leaves nothing to draw. Raise one."
@@ -150,13 +148,11 @@ class Video(ReplayCommand):
     """Ids, or the beginnings of them."""
     out: Path = Path()
     """A folder for files named by the ids, or for one episode a file ending in .mp4 or .gif."""
-    rate: int = 10
+    rate: Annotated[int, AtLeast(1, "it counts frames per second.", "20 is real time.", highest=100)] = 10
     """Steps per second; 20 is real time. Without video, each observation is shown for about 8 steps."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.rate <= 100:
-            raise ConfigError(f"--rate is {self.rate} frames per second. Use 1 to 100; 20 is real time.")
         if not self.episodes:
             raise ConfigError("no episode was named. `asyncrl replay list` shows their ids.")
 
@@ -225,7 +221,6 @@ CLOSE_SCORES: Final = 0.01
 CLOSE_LOGPROBS: Final = 0.05
 """Nats; `evaluate` and `act` agree so far in bfloat16."""
 AMPLIFIED: Final = 32  # factor by which the picture shows differences
-TITLES: Final = ("member", "decisions", "ended", "the same end", "frames", "scores", "log-probs", "verdict")
 Verdict = Literal["equal", "close", "differs"]
 
 
@@ -281,7 +276,8 @@ class Comparison:
 
 def comparison_table(found: Sequence[Comparison]) -> str:
     """Return one row per member: the largest differences, and a verdict."""
-    return table([TITLES, *(_cells(one) for one in found)])
+    rows = [_cells(one) for one in found]
+    return table([list(rows[0]), *(list(row.values()) for row in rows)])
 
 
 def comparison_sheet(found: Sequence[Comparison]) -> Image.Image:
@@ -316,17 +312,17 @@ def _tile(found: Comparison) -> Image.Image:
     return captioned(in_row(pictures, 2), lines, edge=RED if found.verdict == "differs" else GREEN)
 
 
-def _cells(found: Comparison) -> tuple[str, ...]:
-    return (
-        str(found.episode.member),
-        str(len(found.episode.actions)),
-        _end(found.episode),
-        "yes" if found.same_end else "no",
-        str(found.frame_gap),
-        f"{found.score_gap:.2g}",
-        NOTHING if np.isnan(found.logprob_gap) else f"{found.logprob_gap:.2g}",
-        found.verdict,
-    )
+def _cells(found: Comparison) -> dict[str, str]:
+    return {
+        "member": str(found.episode.member),
+        "decisions": str(len(found.episode.actions)),
+        "ended": _end(found.episode),
+        "the same end": "yes" if found.same_end else "no",
+        "frames": str(found.frame_gap),
+        "scores": f"{found.score_gap:.2g}",
+        "log-probs": NOTHING if np.isnan(found.logprob_gap) else f"{found.logprob_gap:.2g}",
+        "verdict": found.verdict,
+    }
 
 
 def _end(episode: Episode) -> str:

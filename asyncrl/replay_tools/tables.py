@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from asyncrl.config.bounds import AtLeast
 from asyncrl.episode_layout import EPISODE_SCALARS, optional_of, scalar_types, version_of
 from asyncrl.errors import ConfigError
 from asyncrl.records import UNKNOWN_LENGTH
@@ -26,13 +27,24 @@ from asyncrl.replay_tools.episodes import (
 )
 
 SORTS = Literal["number", "success", "steps", "lag", "version"]
-TITLES = ("episode", "group", "member", "task", "success", "steps", "versions", "lag", "world", "group was")
 _KEYS: dict[str, Callable[[StoredEpisode], Any]] = {
     "number": lambda row: 0,
     "success": lambda row: not row.episode.success,
     "steps": lambda row: row.steps,
     "lag": lambda row: -1 if row.lag is None else row.lag,
     "version": lambda row: row.episode.oldest_version,
+}
+_COLUMNS: dict[str, Callable[[StoredEpisode], Any]] = {
+    "episode": lambda row: row.episode.episode_id[:12],
+    "group": lambda row: row.number,
+    "member": lambda row: row.episode.member,
+    "task": lambda row: row.episode.task,
+    "success": lambda row: "yes" if row.episode.success else "no",
+    "steps": lambda row: row.steps,
+    "versions": lambda row: row.versions,
+    "lag": lambda row: NOTHING if row.lag is None else row.lag,
+    "world": lambda row: row.episode.world_version,
+    "group was": lambda row: row.outcome,
 }
 
 
@@ -42,15 +54,10 @@ class ListEpisodes(EpisodeSelection):
 
     sort: SORTS = "number"
     """Order of the rows: number is that of the group; successes come first; no lag comes first."""
-    limit: int = 0
+    limit: Annotated[int, AtLeast(0, "it counts rows.", "Use 0 for all of them.")] = 0
     """Show at most this many; 0: all."""
     json: bool = False
     """Print JSON, one object per episode."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.limit < 0:
-            raise ConfigError(f"--limit is {self.limit}, but it counts rows. Use 0 for all of them.")
 
     def run(self) -> int:
         """Print the table."""
@@ -59,8 +66,8 @@ class ListEpisodes(EpisodeSelection):
         if self.json:
             print(json.dumps([as_dict(row) for row in shown], indent=1))
             return 0
-        lines = [TITLES, *(_cells(row) for row in shown)]
-        print(table(lines, ("world", "member", "lag", "group")))
+        lines = [[str(cell(row)) for cell in _COLUMNS.values()] for row in shown]
+        print(table([list(_COLUMNS), *lines], ("world", "member", "lag", "group")))
         print(f"{len(rows)} episodes" + (f", {len(shown)} shown" if len(shown) < len(rows) else ""))
         return 0
 
@@ -90,7 +97,8 @@ class Show(ReplayCommand):
         }
         print(table([*about.items(), ("", "")]))
         decisions = [_decision(row, n) for n in range(len(row.episode.frames))]
-        print(table([_SHOW_TITLES, *decisions], ("noise seed", "last action", "value", "lag")))
+        lines = [list(decisions[0]), *(list(one.values()) for one in decisions)]
+        print(table(lines, ("noise seed", "last action", "value", "lag")))
         return 0
 
 
@@ -120,48 +128,26 @@ def as_dict(row: StoredEpisode) -> dict[str, Any]:
     }
 
 
-_SHOW_TITLES = (
-    "decision", "step", "version", "lag", "reward", "score", "logprob", "value",
-    "first action", "last action", "noise seed",
-)  # fmt: skip
-
-
-def _decision(row: StoredEpisode, n: int) -> tuple[str, ...]:
+def _decision(row: StoredEpisode, n: int) -> dict[str, str]:
     episode = row.episode
     version = int(episode.policy_versions[n])
-    return (
-        str(n),
-        str(n * episode.rewards.shape[1]),
-        str(version),
-        NOTHING if row.used_at is None else str(row.used_at - version),
-        f"{episode.rewards[n].sum():g}",
-        f"{episode.success_scores[n].max():.3f}",
-        f"{episode.logprobs[n].mean():.4f}",
-        NOTHING if episode.values[n] != episode.values[n] else f"{episode.values[n]:.4f}",
-        _action(episode.actions[n, 0]),
-        _action(episode.actions[n, -1]),
-        str(episode.noise_seeds[n]),
-    )
+    return {
+        "decision": str(n),
+        "step": str(n * episode.rewards.shape[1]),
+        "version": str(version),
+        "lag": NOTHING if row.used_at is None else str(row.used_at - version),
+        "reward": f"{episode.rewards[n].sum():g}",
+        "score": f"{episode.success_scores[n].max():.3f}",
+        "logprob": f"{episode.logprobs[n].mean():.4f}",
+        "value": NOTHING if episode.values[n] != episode.values[n] else f"{episode.values[n]:.4f}",
+        "first action": _action(episode.actions[n, 0]),
+        "last action": _action(episode.actions[n, -1]),
+        "noise seed": str(episode.noise_seeds[n]),
+    }
 
 
 def _action(action_A: Any) -> str:
     return "[" + " ".join(f"{x:+.2f}" for x in action_A) + "]"
-
-
-def _cells(row: StoredEpisode) -> tuple[str, ...]:
-    episode = row.episode
-    return (
-        episode.episode_id[:12],
-        str(row.number),
-        str(episode.member),
-        episode.task,
-        "yes" if episode.success else "no",
-        str(row.steps),
-        row.versions,
-        NOTHING if row.lag is None else str(row.lag),
-        str(episode.world_version),
-        row.outcome,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from asyncrl.episode_layout import SCHEMA_VERSION, problem_with
 from asyncrl.errors import ReplayError
+from asyncrl.records import Episode
 from asyncrl.replay.events import Dropped, Filtered, GroupSized, Used, read_entries, read_events
 from asyncrl.replay.group_file import FORMAT_VERSION, GroupFile, read_group, read_group_file
 from asyncrl.replay.store import LEDGER, PATTERN, file_name, read_meta
 from asyncrl.replay_tools.episodes import GroupOutcomes, ReplayCommand, read_outcomes, watched
 from asyncrl.storage.untrusted import shortened
-
-MOST_MEMBERS: Final = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +44,12 @@ def check_files(folder: Path) -> tuple[list[str], dict[int, GroupFile]]:
     problems, group_files, seen = list(_check_meta(folder)), dict[int, GroupFile](), dict[str, str]()
     sizes = group_sizes(folder)
     for path in watched(sorted(folder.glob(PATTERN)), "verifying groups"):
-        problem = problem_with_file(path, *sizes)
         try:
-            group_file = None if problem else read_group_file(path)
+            group_file = read_group_file(path)
+            problem = problem_with_group(group_file, read_group(path), sizes)
         except (ReplayError, FileNotFoundError) as error:
             group_file, problem = None, str(error)
-        if group_file is None:
+        if group_file is None or problem:
             if path.exists():  # A live run deletes groups that it does not need any more.
                 problems.append(f"{path.name}: {problem}")
             continue
@@ -63,17 +61,13 @@ def check_files(folder: Path) -> tuple[list[str], dict[int, GroupFile]]:
     return problems, group_files
 
 
-def problem_with_file(path: Path, *group_sizes: int) -> str | None:
-    """Return the problem of a group's file, or None if it is sound; a group has one of `group_sizes`."""
-    try:
-        number, episodes = read_group_file(path).number, read_group(path)
-    except (ReplayError, FileNotFoundError) as error:
-        return str(error)
-    if path.name != file_name(number):
-        return f"it says that it is group {number}"
+def problem_with_group(group_file: GroupFile, episodes: Sequence[Episode], sizes: Set[int]) -> str | None:
+    """Return the problem of a readable group, or None if it is sound; a group has one of `sizes`."""
+    if group_file.path.name != file_name(group_file.number):
+        return f"it says that it is group {group_file.number}"
     members = [episode.member for episode in episodes]
-    if members not in [list(range(size)) for size in group_sizes]:
-        expected = " or ".join(f"0 to {size - 1}" for size in sorted(group_sizes))
+    if len(members) not in sizes or members != list(range(len(members))):
+        expected = " or ".join(f"0 to {size - 1}" for size in sorted(sizes))
         return f"its members are {members}, expected {expected}"
     if len({(episode.group_id, episode.task) for episode in episodes}) != 1:
         return "its members belong to different groups or tasks"
@@ -120,8 +114,8 @@ def _check_meta(folder: Path) -> Iterator[str]:
             yield f"replay.json: {name} is {meta.get(name)}, this asyncrl reads {value}"
     if not _is_group_size(meta.get("group_size")):
         said = shortened(meta.get("group_size"))
-        yield f"replay.json: group_size is {said}, expected a positive whole number of at most {MOST_MEMBERS}"
+        yield f"replay.json: group_size is {said}, expected a positive whole number"
 
 
 def _is_group_size(value: object) -> bool:
-    return type(value) is int and 1 <= value <= MOST_MEMBERS
+    return type(value) is int and value >= 1

@@ -27,7 +27,7 @@ from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
 from asyncrl.replay_tools.episodes import read_rows
-from asyncrl.replay_tools.verify import problem_with_file
+from asyncrl.replay_tools.verify import check_files
 from support.episodes import make_episode
 from support.replay import Clock, next_batch, read_batch
 
@@ -212,7 +212,7 @@ def test_a_constant_group_is_stored_but_never_ready_and_its_credit_returns(tmp_p
         (1, True, None),
         (2, False, 0),
     ]
-    assert all(problem_with_file(path, 2) is None for path in tmp_path.glob("group-*.h5"))
+    assert check_files(tmp_path)[0] == []
 
 
 def test_equal_returns_are_what_makes_a_group_constant() -> None:

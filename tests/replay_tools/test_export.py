@@ -13,7 +13,7 @@ from asyncrl.commands.replay import main as run_inspection
 from asyncrl.records import EndReason, Episode
 from asyncrl.replay.store import EpisodeStore
 from asyncrl.replay_tools.export import samples_of
-from asyncrl.replay_tools.lerobot import NumberStatistics, PictureStatistics
+from asyncrl.replay_tools.lerobot import level_counts, number_statistics, picture_statistics
 from asyncrl.replay_tools.pictures import movie_of
 from asyncrl.replay_tools.samples import Rate
 from support.episodes import make_episode, simulated
@@ -179,23 +179,10 @@ def test_lerobot_folder_is_read_back(run_dir: Path) -> None:
     assert episodes[1]["stats/action/count"] == [16]
 
 
-@pytest.mark.parametrize(("every", "said"), [(16, "(this run: of 1 in 16)"), (0, "(this run: none, 0)")])
-def test_the_runs_own_setting_is_named_when_episodes_are_left_out(
-    run_dir: Path, capsys: pytest.CaptureFixture[str], every: int, said: str
-) -> None:
-    (run_dir / "config.json").write_text(json.dumps({"replay": {"keep_video_every": every}}))
-    assert export(run_dir, run_dir / "x.h5") == 0
-    assert f"keeps that of every group {said}; --rate" in capsys.readouterr().out
-    assert export(run_dir, run_dir / "y.h5", "--task", "drawer") == 2
-    assert said in capsys.readouterr().err
-
-
 def test_statistics_of_numbers_are_those_of_all_samples() -> None:
     parts = [np.random.default_rng(n).normal(size=(n + 2, 3)) for n in range(3)]
-    gathered = NumberStatistics()
-    for part in parts:
-        gathered.add(part)
-    said, whole = gathered.as_dict(), np.concatenate(parts)
+    whole = np.concatenate(parts)
+    said = number_statistics(whole)
     for name in ("min", "max", "mean", "std"):
         np.testing.assert_allclose(said[name], getattr(whole, name)(axis=0))
     for name, share in (("q01", 0.01), ("q10", 0.1), ("q50", 0.5), ("q90", 0.9), ("q99", 0.99)):
@@ -206,10 +193,10 @@ def test_statistics_of_numbers_are_those_of_all_samples() -> None:
 def test_statistics_of_pictures_are_those_of_all_pixels() -> None:
     random = np.random.default_rng(0)
     parts = [random.integers(20 * n, 20 * n + 3 + n, (n + 1, 5, 7, 3)).astype(np.uint8) for n in range(4)]
-    gathered = PictureStatistics()
-    for part in parts:
-        gathered.add(part)
-    said, whole = gathered.as_dict(), np.concatenate(parts).reshape(-1, 3) / 255
+    said, whole = (
+        picture_statistics(sum(map(level_counts, parts)), 10),
+        np.concatenate(parts).reshape(-1, 3) / 255,
+    )
     for name in ("min", "max", "mean", "std"):
         np.testing.assert_allclose(np.array(said[name])[:, 0, 0], getattr(whole, name)(axis=0), atol=1e-12)
     for name, share in (("q01", 0.01), ("q10", 0.1), ("q50", 0.5), ("q90", 0.9), ("q99", 0.99)):
