@@ -112,12 +112,13 @@ def _write_curves(config: AuditConfig, versions: dict[str, str], audits: dict[st
     from asyncrl.evaluation.audit import metrics_of
     from asyncrl.launch.named_models import folder_part, run_of
     from asyncrl.observability.logger import start_command, write_curves
-    from asyncrl.storage.assets import newest_checkpoint
+    from asyncrl.storage.assets import latest
 
     run_dir = run_of(config.checkpoint)
     found = {}
     for name, audit in audits.items():
-        number = checkpoint_version(newest_checkpoint(Path(folder_part(versions[name]))))
+        folder = Path(folder_part(versions[name]))
+        number = checkpoint_version(latest(folder) or folder)
         if run_dir is None or number is None:
             return
         found[number] = metrics_of(audit)

@@ -22,9 +22,10 @@ from asyncrl.config.help import subcommands
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
+from asyncrl.replay.group_file import read_group_file
 from asyncrl.replay.store import PATTERN
 from asyncrl.replay_tools.cleanup import expendable
-from asyncrl.replay_tools.episodes import NOTHING, group_file_or_none, read_outcomes, table, warn, watched
+from asyncrl.replay_tools.episodes import NOTHING, read_outcomes, sound, table, warn, watched
 from asyncrl.storage import run_owner
 from asyncrl.storage.assets import kept
 from asyncrl.storage.run_folder import (
@@ -137,7 +138,7 @@ def leftovers_of(run: Path, state: State, keep: int) -> Iterator[Leftover]:
     if state is State.FINISHED and kind_of(replay) == "a folder" and (replay / "replay.json").is_file():
         outcomes, resume = read_outcomes(replay, warn), max(kept(run), default=None)
         for path in watched(sorted(replay.glob(PATTERN)), f"reading groups of {run.name}"):
-            group = group_file_or_none(path) if not kind_of(path) else None
+            group = sound(path, read_group_file) if not kind_of(path) else None
             if group is not None and expendable(group, outcomes, resume):
                 yield Leftover(path=path, kind=GROUPS, nbytes=group.size)
 

@@ -81,7 +81,7 @@ def _of_user(kind: str, text: str, settings: Iterable[str]) -> NamedModel:
     name, folder = registry.split(text)
     return NamedModel(
         kind=registry.resolve(kind, name),
-        folder=assets.newest_checkpoint(Path(folder)) if kind == "policy" else Path(folder),
+        folder=(checkpoint.latest(Path(folder)) if kind == "policy" else None) or Path(folder),
         settings=registry.keywords(f"--{kind}-settings", settings),
     )
 

@@ -13,14 +13,14 @@ import h5py
 
 from asyncrl.config.bounds import AtLeast
 from asyncrl.errors import ConfigError, ReplayError
-from asyncrl.replay.group_file import GroupFile, read_group
+from asyncrl.replay.group_file import GroupFile, read_group, read_group_file
 from asyncrl.replay.sealed_file import Codec, codec_of, opened, sealing, settings_of
 from asyncrl.replay.store import PATTERN
 from asyncrl.replay_tools.episodes import (
     GroupOutcomes,
     ReplayCommand,
-    group_file_or_none,
     read_outcomes,
+    sound,
     warn,
     watched,
 )
@@ -67,7 +67,7 @@ class Compact(ReplayCommand):
     def _choose(self, folder: Path, paths: list[Path]) -> tuple[list[GroupFile], int]:
         outcomes, chosen, unreadable = read_outcomes(folder, warn), list[GroupFile](), 0
         for path in watched(paths, "reading groups"):
-            group_file = group_file_or_none(path)
+            group_file = sound(path, read_group_file)
             if group_file is None:
                 unreadable += path.exists()
             elif (self.all or outcomes.of(group_file.number) != "unused") and codec_in(path) != self.codec:
@@ -143,7 +143,7 @@ class Prune(ReplayCommand):
         folder = self.folder
         with nullcontext() if self.dry_run else locked(folder):
             paths = watched(sorted(folder.glob(PATTERN)), "reading groups")
-            group_files = [x for path in paths if (x := group_file_or_none(path)) is not None]
+            group_files = [x for path in paths if (x := sound(path, read_group_file)) is not None]
             outcomes, resume = read_outcomes(folder, warn), max(kept(folder.parent), default=None)
             closed = [x for x in group_files if expendable(x, outcomes, resume)]
             chosen = self._choose(group_files, closed)

@@ -6,6 +6,7 @@ out, a damaged one is reported on stderr.
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 from collections import Counter
@@ -73,6 +74,7 @@ def _is_number(text: str) -> bool:
 
 
 Outcome = Literal["used", "filtered", "dropped", "unused"]
+_OUTCOMES: Final[dict[type, Outcome]] = {Used: "used", Filtered: "filtered", Dropped: "dropped"}
 
 
 @dataclass(kw_only=True)
@@ -90,14 +92,7 @@ class GroupOutcomes:
 
     def of(self, number: int) -> Outcome:
         """Return the outcome of a group; `unused`: it waits, or the ledger does not know it."""
-        match self.closed.get(number):
-            case Used():
-                return "used"
-            case Filtered():
-                return "filtered"
-            case Dropped():
-                return "dropped"
-        return "unused"
+        return _OUTCOMES.get(type(self.closed.get(number)), "unused")
 
     def used_at(self, number: int) -> int | None:
         """Return the learner's version when a group was used; None if it was not."""
@@ -155,11 +150,6 @@ class StoredEpisode:
     outcome: Outcome = "unused"
 
     @property
-    def steps(self) -> int:
-        """Count the steps until the end."""
-        return self.episode.steps
-
-    @property
     def newest_version(self) -> int:
         """Return the version of the newest decision."""
         return int(self.episode.policy_versions.max())
@@ -192,12 +182,8 @@ def read_rows(folder: Path, names: Sequence[str] = LIGHT) -> Iterator[StoredEpis
     """Yield the episodes of readable files by group and member, with the arrays `names`, at least `LIGHT`."""
     outcomes = read_outcomes(folder, warn)
     for path in watched(sorted(folder.glob(PATTERN)), "reading groups"):
-        try:
-            number, episodes = read_group_file(path).number, read_group(path, names)
-        except (ReplayError, FileNotFoundError) as error:
-            if path.exists():
-                warn(f"warning: {error}")
-            continue
+        found = sound(path, lambda path: (read_group_file(path).number, read_group(path, names)))
+        number, episodes = found or (0, [])
         for episode in episodes:
             yield _row(number, path, episode, outcomes)
 
@@ -207,10 +193,10 @@ def _row(number: int, path: Path, episode: Episode, outcomes: GroupOutcomes) -> 
     return StoredEpisode(number=number, path=path, episode=episode, used_at=used_at, outcome=outcome)
 
 
-def group_file_or_none(path: Path) -> GroupFile | None:
-    """Read the facts about a group's file; None if it is gone, or damaged, which is reported."""
+def sound(path: Path, read: Callable[[Path], Item]) -> Item | None:
+    """Read from a group's file; None if it is gone, or damaged, which is reported."""
     try:
-        return read_group_file(path)
+        return read(path)
     except (ReplayError, FileNotFoundError) as error:
         if path.exists():
             warn(f"warning: {error}")
@@ -231,7 +217,7 @@ def find_row(folder: Path, beginning: str) -> StoredEpisode:
     """Find the one episode whose id begins with `beginning`, with all its arrays."""
     found: list[tuple[GroupFile, str]] = []
     for path in watched(sorted(folder.glob(PATTERN)), "looking for it"):
-        group_file = group_file_or_none(path)
+        group_file = sound(path, read_group_file)
         if group_file is not None:
             found += [(group_file, x) for x in group_file.episode_ids if x.startswith(beginning)]
     if len(found) != 1:
@@ -317,19 +303,17 @@ class EpisodeSelection(ReplayCommand):
         successes = {True, False} if self.success == self.no_success else {self.success}
         groups = {"used": self.used, "unused": self.unused, "dropped": self.unused, "filtered": self.filtered}
         outcomes = [name for name, wanted in groups.items() if wanted] or list(groups)
+        no_lag = self.min_lag is None and self.max_lag is None
+        least = -math.inf if self.min_lag is None else self.min_lag
+        most = math.inf if self.max_lag is None else self.max_lag
         for row in read_rows(self.folder, names):
             episode = row.episode
             if (
                 self.task in episode.task
                 and episode.success in successes
                 and row.outcome in outcomes
-                and self._lag_fits(row.lag)
+                and (no_lag or (row.lag is not None and least <= row.lag <= most))
                 and self.version in (None, *episode.policy_versions.tolist())
                 and self.world_version in (None, episode.world_version)
             ):
                 yield row
-
-    def _lag_fits(self, lag: int | None) -> bool:
-        if lag is None:
-            return self.min_lag is None and self.max_lag is None
-        return (self.min_lag is None or self.min_lag <= lag) and (self.max_lag is None or lag <= self.max_lag)

@@ -6,8 +6,9 @@ There are no simulator states and no next_obs: robomimic can train from it, but 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -96,43 +97,30 @@ class Export(EpisodeSelection):
     def run(self) -> int:
         """Write the data set and print its contents, and what was left out."""
         write = write_robomimic if self.format == "robomimic" else write_lerobot
-        source = _Source(command=self)
         # Nothing is created for nothing: the first episode is looked for before the output is opened.
-        if not any(True for _ in _Source(command=self)):
-            raise ConfigError(self._nothing())
-        samples = write(self.out, source, self.rate)
-        print(f"{self.out}: {source.taken} episodes, {samples} samples, one per {self.rate}")
-        if source.left_out:
-            print(f"left out: {source.left_out} episodes, whose video was not kept. {KEEP}")
-        if source.without:
+        if not any(True for _ in self._samples(Counter())):
+            video, remedy = (" and whose video was kept", f" {KEEP}") if self.rate == "step" else ("", "")
+            raise ConfigError(f"{self.path} holds no episode that fits{video}. Widen the flags.{remedy}")
+        counts = Counter[str]()
+        samples = write(self.out, self._samples(counts), self.rate)
+        print(f"{self.out}: {counts['taken']} episodes, {samples} samples, one per {self.rate}")
+        if left_out := counts["left out"]:
+            print(f"left out: {left_out} episodes, whose video was not kept. {KEEP}")
+        if lacking := counts["lacking"]:
             print(
-                f"not in it: the further cameras and states of {source.without} episodes, which a replay has "
+                f"not in it: the further cameras and states of {lacking} episodes, which a replay has "
                 "of decisions only. --rate decision exports them"
             )
         return 0
 
-    def _nothing(self) -> str:
-        video, remedy = (" and whose video was kept", f" {KEEP}") if self.rate == "step" else ("", "")
-        return f"{self.path} holds no episode that fits{video}. Widen the flags.{remedy}"
-
-
-@dataclass(kw_only=True)
-class _Source:
-    """The chosen episodes as samples, read one group at a time, with a count of both kinds."""
-
-    command: Export
-    taken: int = field(default=0, init=False)
-    left_out: int = field(default=0, init=False)
-    without: int = field(default=0, init=False)
-    """Of those taken, with cameras or states in the replay that their samples lack."""
-
-    def __iter__(self) -> Iterator[tuple[StoredEpisode, Samples]]:
-        for row in self.command.rows(NEEDED):
-            samples = samples_of(row.episode, self.command.rate)
+    def _samples(self, counts: Counter[str]) -> Iterator[tuple[StoredEpisode, Samples]]:
+        """Read the chosen episodes one group at a time, and count what is taken and left out."""
+        for row in self.rows(NEEDED):
+            samples = samples_of(row.episode, self.rate)
             if samples is None:
-                self.left_out += 1
+                counts["left out"] += 1
                 continue
-            self.taken += 1
+            counts["taken"] += 1
             pairs = (row.episode.states, samples.states), (row.episode.more_frames, samples.more_images)
-            self.without += any(stored is not None and not found.shape[1] for stored, found in pairs)
+            counts["lacking"] += any(stored is not None and not found.shape[1] for stored, found in pairs)
             yield row, samples

@@ -107,7 +107,9 @@ def tile(row: StoredEpisode, episode: Episode) -> Image.Image:
         last_picture(episode),
     ]
     pictures = [captioned(enlarged(frame, TILE_WIDTH), [text], edge=PAPER) for text, frame in told]
-    outcome = f"success in step {episode.steps}" if episode.success else f"no success in {row.steps} steps"
+    outcome = (
+        f"success in step {episode.steps}" if episode.success else f"no success in {episode.steps} steps"
+    )
     about = f"{outcome}   version {row.versions}   {episode.episode_id[:8]}"
     return captioned(in_row(pictures, 2), [episode.task, about], edge=GREEN if episode.success else RED)
 

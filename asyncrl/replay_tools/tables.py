@@ -30,7 +30,7 @@ SORTS = Literal["number", "success", "steps", "lag", "version"]
 _KEYS: dict[str, Callable[[StoredEpisode], Any]] = {
     "number": lambda row: 0,
     "success": lambda row: not row.episode.success,
-    "steps": lambda row: row.steps,
+    "steps": lambda row: row.episode.steps,
     "lag": lambda row: -1 if row.lag is None else row.lag,
     "version": lambda row: row.episode.oldest_version,
 }
@@ -40,7 +40,7 @@ _COLUMNS: dict[str, Callable[[StoredEpisode], Any]] = {
     "member": lambda row: row.episode.member,
     "task": lambda row: row.episode.task,
     "success": lambda row: "yes" if row.episode.success else "no",
-    "steps": lambda row: row.steps,
+    "steps": lambda row: row.episode.steps,
     "versions": lambda row: row.versions,
     "lag": lambda row: NOTHING if row.lag is None else row.lag,
     "world": lambda row: row.episode.world_version,
@@ -105,11 +105,11 @@ class Show(ReplayCommand):
 def why_ended(row: StoredEpisode) -> str:
     """Return an episode's number of steps and the reason of its end, as text."""
     scores = row.episode.success_scores
-    steps = f"{row.steps} steps ({len(scores)} decisions)"
+    steps = f"{row.episode.steps} steps ({len(scores)} decisions)"
     if row.episode.steps_taken != UNKNOWN_LENGTH:
         return f"{row.episode.end_reason} after {steps} in a simulator"
     if row.episode.success:
-        score = scores.reshape(-1)[row.steps - 1]
+        score = scores.reshape(-1)[row.episode.steps - 1]
         return f"success after {steps}: the reward model's score was {score:.3f} there"
     return f"truncated after {steps} without success; the best score was {scores.max():.3f}"
 
@@ -119,7 +119,7 @@ def as_dict(row: StoredEpisode) -> dict[str, Any]:
     return {name: getattr(row.episode, name) for name in EPISODE_SCALARS} | {
         "group_number": row.number,
         "success": row.episode.success,
-        "steps": row.steps,
+        "steps": row.episode.steps,
         "oldest_version": row.episode.oldest_version,
         "newest_version": row.newest_version,
         "used_at": row.used_at,
@@ -185,9 +185,9 @@ def summarise(rows: Iterable[StoredEpisode], drops: Counter[tuple[str, str, int]
             outcomes.append(row.episode.success)
         if row.used_at is not None:
             lags.update(row.used_at - int(version) for version in row.episode.policy_versions)
-        lengths[-(-row.steps // row.episode.rewards.shape[1])] += 1
+        lengths[-(-row.episode.steps // row.episode.rewards.shape[1])] += 1
         groups[row.number] = row.outcome
-        steps += row.steps
+        steps += row.episode.steps
     return {
         **_success_of(won),
         "mean_steps": round(steps / max(1, len(won)), 3),

@@ -42,11 +42,6 @@ def policy_folder(name: str) -> Path:
     )
 
 
-def newest_checkpoint(folder: Path) -> Path:
-    """Return the newest complete checkpoint of a run's folder; any other folder itself."""
-    return next(reversed(kept(folder).values()), folder)
-
-
 def world_folder(name: str) -> Path:
     """Find the folder of a world model and its reward model: a shipped name, or any folder."""
     for candidate in (*_named(name, "world"), Path(name)):
@@ -119,3 +114,8 @@ def kept(run_dir: Path) -> dict[int, Path]:
     paths = (run_dir / "checkpoints").glob("update_*")
     found = [(match, path) for path in paths if (match := _CHECKPOINT.fullmatch(path.name))]
     return dict(sorted((int(match[1]), path) for match, path in found))
+
+
+def latest(run_dir: Path) -> Path | None:
+    """Return the newest complete checkpoint of a run, or None."""
+    return next(reversed(kept(run_dir).values()), None)

@@ -37,7 +37,7 @@ from asyncrl import __version__
 from asyncrl.errors import CheckpointError
 from asyncrl.observability import waits
 from asyncrl.observability.process_status import activity
-from asyncrl.storage.assets import kept
+from asyncrl.storage.assets import kept, latest
 from asyncrl.storage.atomic import (
     Checksum,
     checksum_of_lines,
@@ -207,11 +207,6 @@ class Checkpoints:
                 self._failure.__cause__ = error
 
 
-def latest(run_dir: Path) -> Path | None:
-    """Return the newest complete checkpoint of a run, or None."""
-    return next(reversed(kept(run_dir).values()), None)
-
-
 def load(
     folder: Path,
     *,
@@ -314,8 +309,6 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 # --- versions that an evaluator holds ---
 
-_NO_LINKS: Final = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
-
 
 def keep_copy(checkpoint: Path, target: Path) -> None:
     """Replace `target` by hard links to a checkpoint's files, or copies if links are not supported."""
@@ -336,9 +329,7 @@ def keep_copy(checkpoint: Path, target: Path) -> None:
 def _link(source: Path, copy: Path) -> None:
     try:
         os.link(source, copy)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
+    except OSError:
         shutil.copyfile(source, copy)
 
 

@@ -103,10 +103,7 @@ def acquire(run_dir: Path) -> RunLock:
         row = {"pid": pid, "started": process_status.started(pid), "host": socket.gethostname()}
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(row | {"since": time.time()}).encode() + b"\n", 0)
-        # Another run may take the lock while it changes from exclusive to shared.
-        until = time.monotonic() + _MOMENT
-        while not _take(handle, fcntl.LOCK_SH, run_dir) and time.monotonic() < until:
-            time.sleep(_POLL)
+        _share(handle, run_dir)  # Another run may take it while it changes from exclusive to shared.
         if (found := _read(run_dir)) is None or found.pid != pid:
             raise in_use(run_dir, found)
     except BaseException:
@@ -118,12 +115,9 @@ def acquire(run_dir: Path) -> RunLock:
 def join(run_dir: Path) -> RunLock:
     """Share the lock as a process of the same run."""
     handle = _open(run_dir)
-    until = time.monotonic() + _MOMENT
-    while not _take(handle, fcntl.LOCK_SH, run_dir):
-        if time.monotonic() > until:
-            os.close(handle)
-            raise in_use(run_dir, _read(run_dir))
-        time.sleep(_POLL)
+    if not _share(handle, run_dir):
+        os.close(handle)
+        raise in_use(run_dir, _read(run_dir))
     return RunLock(handle, owns=False)
 
 
@@ -155,6 +149,13 @@ def kept_unowned(run_dir: Path, what: str) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def _share(handle: int, run_dir: Path) -> bool:
+    until = time.monotonic() + _MOMENT
+    while not (taken := _take(handle, fcntl.LOCK_SH, run_dir)) and time.monotonic() < until:
+        time.sleep(_POLL)
+    return taken
 
 
 def _take(handle: int, kind: int, run_dir: Path) -> bool:

@@ -55,23 +55,18 @@ class TensorFiles:
         opened = [file for path in paths for file in open_files(path)]
         self._set_names(((stored, (file, stored)) for file in opened for stored in file.headers), rename)
 
-    def _set_names(self, homes: Iterable[tuple[str, _Home]], rename: Callable[[str], str]) -> None:
+    def _set_names(self, homes: Iterable[tuple[str, _Home]], rename: Callable[[str], str | None]) -> None:
         self._homes: dict[str, _Home] = {}
         for name, home in homes:
-            if self._homes.setdefault(rename(name), home) is not home:
-                raise CheckpointError(f"{self.label} holds tensor {rename(name)} twice. Copy it again.")
+            new = rename(name)
+            if new is not None and self._homes.setdefault(new, home) is not home:
+                raise CheckpointError(f"{self.label} holds tensor {new} twice. Copy it again.")
 
-    def renamed(self, rename: Callable[[str], str]) -> TensorFiles:
-        """Return the same files with other names, without `changes` and `extra`."""
+    def renamed(self, rename: Callable[[str], str | None]) -> TensorFiles:
+        """Return the same files with other names (None: left out), without `changes` and `extra`."""
         other = copy.copy(self)
         other.changes, other.extra = {}, {}
         other._set_names(self._homes.items(), rename)
-        return other
-
-    def only(self, names: Set[str]) -> TensorFiles:
-        """Return the tensors of these names, without `changes` and `extra`."""
-        other = self.renamed(str)
-        other._homes = {name: home for name, home in self._homes.items() if name in names}
         return other
 
     def names(self) -> Set[str]:
@@ -249,10 +244,8 @@ def rewrite_file(
 
 def copy_others(source: Path, folder: Path, besides: Set[str]) -> None:
     """Copy the content of a folder except the names in `besides` and hidden files; links are followed."""
-    for path in sorted(source.iterdir()):
-        if path.name in besides or path.name.startswith("."):
-            continue
-        if path.is_dir():
-            shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns(".*"), dirs_exist_ok=True)
-        else:
-            shutil.copyfile(path, folder / path.name)
+
+    def skipped(place: str, names: list[str]) -> list[str]:
+        return [n for n in names if n.startswith(".") or (Path(place) == source and n in besides)]
+
+    shutil.copytree(source, folder, ignore=skipped, copy_function=shutil.copyfile, dirs_exist_ok=True)

@@ -27,7 +27,7 @@ from asyncrl.policies.lora import add_lora, merged_tensors
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.replay.interface import BatchDescription
-from asyncrl.storage.checkpoint import latest
+from asyncrl.storage.assets import latest
 from support.memory_learner import Run
 from support.ranks import run_ranks
 

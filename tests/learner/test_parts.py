@@ -16,7 +16,7 @@ from asyncrl.learner.ranks import DistributedRanks, Groups, LearnerRanks, fetch_
 from asyncrl.records import Episode
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.interface import GroupLost
-from asyncrl.storage.checkpoint import latest
+from asyncrl.storage.assets import latest
 from support.episodes import make_episode
 from support.memory_learner import Run
 from support.ranks import run_ranks

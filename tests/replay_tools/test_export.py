@@ -38,13 +38,6 @@ def test_each_observation_is_what_was_seen_before_its_action() -> None:
     assert samples.dones.tolist() == [False] * 15 + [True]
 
 
-def test_what_follows_the_success_is_left_out() -> None:
-    samples = samples_of(episode_of(0, 0), "step")
-    assert samples is not None
-    assert len(samples.images) == len(samples.actions) == len(samples.rewards) == 12
-    assert samples.rewards.tolist() == [0.0] * 11 + [1.0]
-
-
 def test_robomimic_at_the_rate_of_steps(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = open_store(run_dir)  # As on a live run.
     assert export(run_dir, run_dir / "x.h5") == 0
@@ -94,20 +87,6 @@ def test_episodes_without_video_are_not_invented(run_dir: Path, capsys: pytest.C
     assert "--replay.keep-video-every 1" in said
     assert "--rate decision" in said
     assert not (run_dir / "x.h5").exists()
-
-
-@pytest.mark.parametrize(
-    ("out", "flags"),
-    [
-        ("x.txt", []),
-        ("no/x.h5", []),
-        ("replay", []),
-    ],
-)
-def test_exports_that_cannot_work_exit_with_2(run_dir: Path, out: str, flags: list[str]) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        export(run_dir, run_dir / out, *flags)
-    assert exit_info.value.code == 2
 
 
 def test_an_interrupted_export_is_noticed(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

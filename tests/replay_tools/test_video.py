@@ -96,22 +96,6 @@ def test_mp4_without_pyav_is_refused(
     assert "needs the package av" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["a", "b", "--out", "{run}/x.gif"], "is one file, but 2 episodes"),
-        (["a", "--out", "{run}/x.avi"], "neither an existing folder nor a name ending in"),
-        (["a", "--out", "{run}/no/x.gif"], "not in an existing folder"),
-        (["no-such", "--out", "{run}"], "no stored episode"),
-    ],
-)
-def test_movies_that_cannot_be_written_are_refused(
-    run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    assert run_inspection(["video", str(run_dir), *(text.format(run=run_dir) for text in arguments)]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_the_sheet_shows_four_frames_of_each_episode(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,26 +161,6 @@ def test_episodes_are_chosen_over_all_versions(run_dir: Path) -> None:
     assert spread(rows, 0) == []
     assert len(spread(rows, 1)) == 1
     assert len(spread(rows, 99)) == len(rows)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [(["--task", "blue"], "no episode that fits"), (["--success", "--successes", "0"], "no episode to draw")],
-)
-def test_a_sheet_of_nothing_is_refused(
-    run_dir: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
-) -> None:
-    assert run_inspection(["sheet", str(run_dir), "--out", str(run_dir / "s.png"), *flags]) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "flags", [["--out", "s.gif"], ["--out", "no/s.png"], ["--out", "s.png", "--successes", "-1"], []]
-)
-def test_sheet_flags_that_cannot_work_exit_with_2(run_dir: Path, flags: list[str]) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        run_inspection(["sheet", str(run_dir), *flags])
-    assert exit_info.value.code == 2
 
 
 def test_long_captions_are_shortened() -> None:

@@ -192,7 +192,7 @@ def open_world(folder: Path) -> OpenSoraFiles:
         )
     return OpenSoraFiles(
         folder=folder,
-        transformer=transformer.only({n for n in transformer.names() if not any(p in n for p in UNUSED)}),
+        transformer=transformer.renamed(lambda name: None if any(part in name for part in UNUSED) else name),
         transformer_size=size,
         vae=vae,
         vae_size=vae_size,
