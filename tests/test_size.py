@@ -25,10 +25,10 @@ CEILINGS = {
     "observability": (2712, 12),
     "policies": (3140, 14),
     "replay": (4435, 19),
-    "replay_tools": (1830, 9),
+    "replay_tools": (1735, 9),
     "rewards": (589, 5),
     "simulators": (4215, 22),
-    "storage": (2630, 12),
+    "storage": (2617, 12),
     "weights": (2500, 12),
     "worlds": (5858, 25),
 }
