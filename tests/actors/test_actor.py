@@ -173,15 +173,6 @@ def test_an_episode_that_begins_on_the_way_has_the_decisions_that_are_left() -> 
     assert (ended.end_reason, len(ended.actions)) == ("truncated", 2)
 
 
-def test_an_episode_goes_on_until_success_or_the_last_decision() -> None:
-    assert finish(episode_with([LOW])) is None
-    assert finish(episode_with([LOW, LOW])) is None
-    ended = finish(episode_with([LOW, LOW, LOW]))
-    assert ended is not None
-    assert (ended.end_reason, ended.rewards.sum()) == ("truncated", 0)
-    assert problem_with(ended) is None
-
-
 BLINK = [0.1, 0.9, 0.1, 0.1, 0.1, 0.1, 0.95, 0.95]
 """One frame scores alone; the last two of the decision do."""
 

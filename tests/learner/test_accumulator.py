@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncrl.learner.metrics import MetricAccumulator, effective_sample_size, variance
+from asyncrl.learner.metrics import MetricAccumulator, variance
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.observability import metrics_training as m
 
@@ -51,12 +51,6 @@ def test_totals_are_per_optimizer_step() -> None:
         metrics.total(m.LOSS, torch.tensor(part))
     assert metrics.reduce(LearnerRanks(), 2)[m.LOSS] == 3.0
     assert metrics.reduce(Twice(), 2)[m.LOSS] == 6.0  # Each rank holds its part of the loss.
-
-
-def test_the_effective_sample_size_by_hand() -> None:
-    metrics = MetricAccumulator()
-    metrics.moments("w", torch.tensor([1.0, 1.0, 4.0]), torch.tensor(True))
-    assert effective_sample_size(metrics.reduce(LearnerRanks()), "w") == pytest.approx(36 / (3 * 18))
 
 
 def test_what_has_no_valid_value_is_left_out() -> None:

@@ -13,9 +13,6 @@ from torch import Tensor
 from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings
 from asyncrl.errors import ConfigError
 from asyncrl.learner.batches import build_batch
-from asyncrl.learner.corrections import (
-    beyond_trust_region,
-)
 from asyncrl.learner.interface import Correction
 from asyncrl.learner.losses import log_ratio, reduce_to_level
 from asyncrl.learner.recipe import Recipe, build_recipe
@@ -96,12 +93,6 @@ def test_weights_of_every_kind_and_level_match_a_loop(kind: str, level: str, geo
         assert actual[tuple(place)].item() == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_correction_without_weights_has_weight_one() -> None:
-    ratios, mask, episode = tokens()
-    for kind in ("none", "naive", "vtrace"):
-        assert correction_of(kind=kind).weights(ratios, mask, episode, "token") is None  # All are 1.
-
-
 # --- what a correction needs --------------------------------------------------
 
 
@@ -125,29 +116,3 @@ def test_only_weights_of_episodes_and_vtrace_need_whole_episodes() -> None:
     assert not whole_episodes(kind="none", level="episode")
     assert whole_episodes(kind="tis", level="episode")
     assert whole_episodes(kind="vtrace")
-
-
-# --- trust region -------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("now", "then", "advantage", "beyond"),
-    [
-        (0.8, 0.04, 1.0, True),  # pi / mu = 20: a good token is pushed on no further,
-        (0.8, 0.04, -1.0, False),  # and a bad one may be corrected.
-        (0.04, 0.8, -1.0, True),
-        (0.04, 0.8, 1.0, False),
-        (0.002, 0.0001, 1.0, False),  # The ratio is 20, but next to nothing has moved.
-        (0.5, 0.31, 1.0, False),
-        (0.5, 0.29, 1.0, True),
-        (0.8, 0.04, 0.0, False),
-    ],
-)
-def test_the_trust_region_leaves_out_what_is_pushed_on_and_never_what_is_pushed_back(
-    now: float, then: float, advantage: float, beyond: bool
-) -> None:
-    logprob, behaviour = (torch.full((1, 1, 1), x).log() for x in (now, then))
-    found = beyond_trust_region(
-        logprob, behaviour, torch.ones(1, 1, 1).bool(), torch.full((1, 1, 1), advantage), "token", 0.2
-    )
-    assert found.item() is beyond

@@ -26,12 +26,6 @@ def solved_at(step: int) -> Episode:
     return two_decisions([float(n == step) for n in range(16)], success=True)
 
 
-@pytest.mark.parametrize("step", [8, 10, 15])
-def test_steps_count_up_to_and_including_the_success(step: int) -> None:
-    np.testing.assert_array_equal(valid_steps(solved_at(step)).reshape(-1), np.arange(16) <= step)
-    assert problem_with(solved_at(step)) is None
-
-
 @given(st.lists(st.sampled_from([-0.1, 0.0, 0.1]), min_size=16, max_size=16), st.integers(8, 15))
 def test_rewards_on_the_way_neither_end_an_episode_nor_are_lost(rewards: list[float], last: int) -> None:
     truncated = two_decisions(rewards, success=False)

@@ -145,7 +145,7 @@ def evaluated(rate: float, low: float, high: float) -> dict:
     return {m.EVAL_SUCCESS: rate, m.EVAL_LOW: low, m.EVAL_HIGH: high, m.EVAL_EPISODES: 64.0}
 
 
-def test_rows_say_the_newest_true_success_and_of_which_update_it_is(tmp_path):
+def test_rows_say_the_newest_true_success_and_of_which_update_it_is(tmp_path, monkeypatch):
     stream = io.StringIO()
     with MetricsLogger(tmp_path, updates=9, stream=stream, clock=Clock(), evaluates=True) as logbook:
         logbook.write(1, VALUES)
@@ -159,6 +159,16 @@ def test_rows_say_the_newest_true_success_and_of_which_update_it_is(tmp_path):
     assert "  50% [38%, 62%] @0  " in second
     assert "  75% [63%, 84%] @5  " in third
     assert {len(row) for row in (head, first, second, third)} == {len(head)}
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    with MetricsLogger(
+        tmp_path / "narrow", updates=9, stream=(narrow := Terminal()), evaluates=True
+    ) as logbook:
+        logbook.write_evaluation(5, evaluated(0.75, 0.631, 0.84))
+        logbook.write(6, VALUES)
+    rows = narrow.getvalue().splitlines()
+    assert all(len(row) <= 80 for row in rows)
+    assert "75% [63%, 84%] @5" in rows[-1]
 
 
 def test_what_was_measured_has_a_line_of_its_own_at_its_update(tmp_path):
@@ -171,18 +181,6 @@ def test_what_was_measured_has_a_line_of_its_own_at_its_update(tmp_path):
     assert lines[3]["eval/success_once"] == 0.5
     assert "eval/version" not in lines[3]
     assert not any("eval/success_once" in line for line in lines[:3])
-
-
-def test_a_narrow_terminal_keeps_the_true_success(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("NO_COLOR", "1")
-    stream = Terminal()
-    with MetricsLogger(tmp_path, updates=9, stream=stream, evaluates=True) as logbook:
-        logbook.write_evaluation(5, evaluated(0.75, 0.631, 0.84))
-        logbook.write(6, VALUES)
-    rows = stream.getvalue().splitlines()
-    assert all(len(row) <= 80 for row in rows)
-    assert "75% [63%, 84%] @5" in rows[-1]
 
 
 def test_a_picture_of_what_was_measured_is_at_its_update_and_one_that_is_none_is_said(tmp_path):

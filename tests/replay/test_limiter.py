@@ -106,14 +106,6 @@ def test_an_episode_of_a_grant_that_was_given_up_does_not_disturb_the_next_one(t
     assert read_batch(replay, 1, 1) is not None
 
 
-def test_the_same_turn_gets_the_same_grant() -> None:
-    limiter = make_limiter()
-    first = grant_group(limiter, "a", 4)
-    assert grant_group(limiter, "a", 4) == first
-    assert grant_group(limiter, "b", 4) != first
-    assert grant_group(limiter, "a", 5) != first
-
-
 def test_video_is_kept_for_every_third_group() -> None:
     limiter = make_limiter(per_update=4)
     kept = [grant.keep_video for _ in range(7) if (grant := grant_group(limiter, "a"))]

@@ -53,7 +53,9 @@ def no_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_file_that_cannot_be_opened_now_is_not_damaged(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_opened_now_is_neither_damaged_nor_moved_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = open_store(tmp_path, warnings := [])
     store.enter(store.write(0, group_of(0)))
     for _ in range(2):
@@ -62,13 +64,6 @@ def test_a_file_that_cannot_be_opened_now_is_not_damaged(tmp_path: Path) -> None
     assert not (tmp_path / "quarantine").exists()
     assert warnings == []
     assert len(store.load(0) or ()) == 2
-
-
-def test_opening_a_store_without_descriptors_moves_no_file_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = open_store(tmp_path)
-    store.enter(store.write(0, group_of(0)))
     path = store.group_files[0].path
     store.close()
 

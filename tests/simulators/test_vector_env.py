@@ -191,7 +191,7 @@ def test_an_episode_that_is_left_out_of_a_step_is_over() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_truncation_is_told_from_termination(mode: str) -> None:
+def test_truncation_is_told_from_termination_and_leaves_the_other_place_alone(mode: str) -> None:
     made = simulator(mode, limit=3)
     made.reset([0, 1], [start(1), start(2)])
     for _ in range(2):
@@ -199,11 +199,7 @@ def test_truncation_is_told_from_termination(mode: str) -> None:
     last = steps(made, [0, 1], action(), action(stop=1))
     assert last.truncated.tolist() == [True, False]
     assert last.terminated.tolist() == [False, True]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_max_steps_truncates_and_leaves_the_other_place_alone(mode: str) -> None:
-    made = simulator(mode)
+    made = simulator(mode)  # Of 5 steps at most, whatever its own limit is.
     made.reset([0], [start(1)])
     for _ in range(3):
         steps(made, [0], action())

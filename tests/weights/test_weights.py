@@ -364,24 +364,17 @@ def test_an_actor_of_another_shape_is_told_so_and_named_to_the_learner(
     receiver.close()
 
 
-def test_a_first_version_that_does_not_arrive_names_who_is_there(
-    publisher: BroadcastPublisher, transport: str
-) -> None:
-    publisher.publish(policy(0, elements=10), 0)
-    receiver = build_receiver(transport, publisher.endpoint, "actor-0", policy(0, elements=10))
-    receiver.wait_for_first(PATIENCE)
-    publisher.wait_for_first(0, PATIENCE)
-    with pytest.raises(WeightSyncError, match=r"none has it within 0\.1 s \(registered: actor-0; publisher"):
-        publisher.wait_for_first(1, 0.1)
-    receiver.close()
-
-
-def test_a_receiver_without_a_publish_says_what_it_waits_for(
+def test_a_first_version_that_does_not_arrive_names_what_is_waited_for_and_who_is_there(
     publisher: BroadcastPublisher, transport: str
 ) -> None:
     receiver = build_receiver(transport, publisher.endpoint, "actor-0", policy(0, elements=10))
     with pytest.raises(WeightSyncError, match=r"actor-0 waited .* 0\.1 s.*to publish its first version"):
         receiver.wait_for_first(0.1)
+    publisher.publish(policy(0, elements=10), 0)
+    receiver.wait_for_first(PATIENCE)
+    publisher.wait_for_first(0, PATIENCE)
+    with pytest.raises(WeightSyncError, match=r"none has it within 0\.1 s \(registered: actor-0; publisher"):
+        publisher.wait_for_first(1, 0.1)
     receiver.close()
 
 
