@@ -14,14 +14,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from asyncrl.config.sections import ImaginationSettings
-from asyncrl.devices.float8 import (
-    Float8Linear,
-    check_device,
-    fits,
-    quantise,
-    saved_bytes,
-    use_float8,
-)
+from asyncrl.devices.float8 import Float8Linear, check_device, fits, quantise, saved_bytes, use_float8
 from asyncrl.errors import ConfigError
 from asyncrl.launch.world_conformance import check_world
 from asyncrl.records import CHUNK

@@ -366,15 +366,7 @@ def test_a_camera_of_ones_own_is_read_from_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        '{"focal": NaN}',
-        '{"focal": "wide"}',
-        '{"zoom": 1}',
-        '{"position": [1, 2]}',
-        "[]",
-        "{",
-    ],
+    "text", ['{"focal": NaN}', '{"focal": "wide"}', '{"zoom": 1}', '{"position": [1, 2]}', "[]", "{"]
 )
 def test_a_file_that_is_no_camera_is_refused(text: str, tmp_path: Path) -> None:
     file = tmp_path / "camera.json"

@@ -14,12 +14,7 @@ from asyncrl import cli
 from asyncrl.commands.fit import main as fit
 from asyncrl.errors import ConfigError
 from asyncrl.fitting import autoencoder
-from asyncrl.fitting.fit_policy import (
-    action_statistics,
-    check_imitable,
-    fresh_policy,
-    tokens_of,
-)
+from asyncrl.fitting.fit_policy import action_statistics, check_imitable, fresh_policy, tokens_of
 from asyncrl.fitting.fit_reward import fit_reward, fresh_reward
 from asyncrl.fitting.loop import Schedule
 from asyncrl.fitting.recordings import Recordings
@@ -128,10 +123,7 @@ def test_a_world_of_another_picture_size_is_refused(kitchen: Path, tmp_path: Pat
     write_recorded(tmp_path / "data", recorded_spec(64), (9, 9))
     data = ["--data", str(tmp_path / "data"), "--device", "cpu", "--steps", "1"]
     world, out = str(kitchen / "world"), str(tmp_path / "out")
-    calls = {
-        "world": ["reward", "--world", world],
-        "refine": ["world", "--refine", world, "--out", out],
-    }
+    calls = {"world": ["reward", "--world", world], "refine": ["world", "--refine", world, "--out", out]}
     for flag, call in calls.items():
         with pytest.raises(ConfigError, match=f"pictures of 64 pixels, but --{flag} draws 96"):
             fit([*call, *data])

@@ -450,23 +450,27 @@ def test_critics_come_in_and_go_out(tmp_path: Path, outputs: int, level: str) ->
     assert load_policy(tmp_path / "without").value_head is None
 
 
-def test_half_a_critic_and_one_of_another_chunk_are_refused(tmp_path: Path) -> None:
-    part = critic(1)
-    part.pop("value_head.mlp.2.bias")
-    source = write_published(tmp_path / "in", published_tensors() | part, config=CONFIG)
-    with pytest.raises(CheckpointError, match=r"lacks tensor value_head\.mlp\.2\.bias"):
-        open_folder(source)
-    source = write_published(tmp_path / "in", published_tensors() | critic(5), config=CONFIG)
-    with pytest.raises(CheckpointError, match=r"has 5 rows.*--chunk"):
-        open_folder(source)
+HALF = {name: t for name, t in critic(1).items() if name != "value_head.mlp.2.bias"}
+NOT_DISCRETE = ("action_head", "noisy_action_projector", "vision_backbone")
 
 
-@pytest.mark.parametrize("module", ["action_head", "noisy_action_projector", "vision_backbone"])
-def test_a_policy_without_log_probabilities_is_refused(tmp_path: Path, module: str) -> None:
-    source = write_published(tmp_path / "in", published_tensors(), config=CONFIG)
-    torch.save({"module.fc1.weight": torch.zeros(1)}, source / f"{module}--50000_checkpoint.pt")
-    with pytest.raises(CheckpointError, match=rf"{module}--50000_checkpoint\.pt is .*discrete action"):
-        load_openvla(source, CONFIG, norm_key="desk")
+@pytest.mark.parametrize(
+    ("more", "files", "said"),
+    [
+        (HALF, (), r"lacks tensor value_head\.mlp\.2\.bias"),
+        (critic(5), (), r"has 5 rows.*--chunk"),
+        *(({}, (f"{name}--5",), rf"{name}--5_checkpoint\.pt is .*discrete action") for name in NOT_DISCRETE),
+        ({}, ("proprio_projector--1", "proprio_projector--2"), "2 proprioception projectors"),
+    ],
+)
+def test_a_folder_that_is_no_policy_of_tokens_is_refused(
+    tmp_path: Path, more: dict[str, Tensor], files: tuple[str, ...], said: str
+) -> None:
+    source = write_published(tmp_path / "in", published_tensors() | more, config=CONFIG)
+    for name in files:
+        torch.save({"module.fc1.weight": torch.zeros(1)}, source / f"{name}_checkpoint.pt")
+    with pytest.raises(CheckpointError, match=said):
+        open_folder(source)
 
 
 def test_the_proprioception_projector_is_read_without_running_code(tmp_path: Path) -> None:
@@ -483,23 +487,15 @@ def test_the_proprioception_projector_is_read_without_running_code(tmp_path: Pat
         read_pt(file)
 
 
-def write_proprio(folder: Path, step: int = 10) -> dict[str, Tensor]:
+def write_proprio(folder: Path) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(4)
     shapes = {"fc1.weight": (128, 8), "fc1.bias": (128,), "fc2.weight": (128, 128), "fc2.bias": (128,)}
     tensors = {name: torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
     torch.save(
         {f"module.{name}": tensor for name, tensor in tensors.items()},
-        folder / f"proprio_projector--{step}_checkpoint.pt",
+        folder / "proprio_projector--10_checkpoint.pt",
     )
     return {f"proprio_projector.{name}": tensor for name, tensor in tensors.items()}
-
-
-def test_two_proprioception_projectors_are_one_too_many(tmp_path: Path) -> None:
-    source = write_published(tmp_path / "in", published_tensors(), config=CONFIG)
-    for step in (10, 20):
-        write_proprio(source, step)
-    with pytest.raises(CheckpointError, match="2 proprioception projectors"):
-        open_folder(source)
 
 
 def with_proprio_statistics(folder: Path) -> Path:

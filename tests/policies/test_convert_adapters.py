@@ -16,14 +16,7 @@ from asyncrl.policies.lora import save_adapter
 from asyncrl.policies.openvla.export import convert
 from asyncrl.policies.openvla.policy import load_policy
 from support.adapters import adapted, logits_of, small
-from support.published import (
-    CONFIG,
-    LLAMA,
-    all_tensors,
-    published_tensors,
-    run_cli,
-    write_published,
-)
+from support.published import CONFIG, LLAMA, all_tensors, published_tensors, run_cli, write_published
 from support.published_exports import export_openvla
 
 
@@ -139,11 +132,7 @@ def test_adapters_of_another_kind_are_refused(tmp_path: Path, changed: dict[str,
 @pytest.mark.parametrize(
     ("name", "shape", "said"),
     [
-        (
-            f"{LLAMA}layers.9.mlp.up_proj.lora_A.weight",
-            (4, 128),
-            r"no low-rank .*layers\.9\..*lora_B",
-        ),
+        (f"{LLAMA}layers.9.mlp.up_proj.lora_A.weight", (4, 128), r"no low-rank .*layers\.9\..*lora_B"),
         ("projector.fc1.lora_magnitude_vector", (4,), "tensors besides lora_A and lora_B"),
         ("projector.fc2.lora_A.weight", (4, 5), r"adapter of projector\.fc2 with shapes \[4, 5\]"),
     ],
@@ -172,11 +161,7 @@ def test_our_adapters_are_merged_into_our_folder(tmp_path: Path) -> None:
     save_adapter(trained, tmp_path / "adapter")
     small().save(tmp_path / "start")
     trained.save(tmp_path / "expected")
-    convert(
-        tmp_path / "start",
-        tmp_path / "out",
-        adapter=tmp_path / "adapter",
-    )
+    convert(tmp_path / "start", tmp_path / "out", adapter=tmp_path / "adapter")
     expected, found = (load_policy(tmp_path / name) for name in ("expected", "out"))
     torch.testing.assert_close(logits_of(found), logits_of(expected), atol=1e-5, rtol=0)
     assert not torch.equal(logits_of(found), logits_of(small()))
@@ -201,11 +186,7 @@ def test_peft_puts_our_exported_adapters_on_the_published_model(
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, atol=2e-5, rtol=1e-5, msg=name)
     # and this package itself merges what it exported
-    convert(
-        tmp_path / "plain",
-        tmp_path / "own",
-        adapter=tmp_path / "out",
-    )
+    convert(tmp_path / "plain", tmp_path / "own", adapter=tmp_path / "out")
     for name, tensor in all_tensors(tmp_path / "own").items():
         torch.testing.assert_close(tensor, expected[name], atol=2e-5, rtol=1e-5, msg=name)
 

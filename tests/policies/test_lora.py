@@ -15,13 +15,7 @@ from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.weight_export import copy_policy
 from asyncrl.policies.interface import SamplingParams
-from asyncrl.policies.lora import (
-    adapters_disabled,
-    add_lora,
-    has_lora,
-    merged_tensors,
-    save_adapter,
-)
+from asyncrl.policies.lora import adapters_disabled, add_lora, has_lora, merged_tensors, save_adapter
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.names import published_shapes
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, load_policy

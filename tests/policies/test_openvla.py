@@ -262,8 +262,7 @@ def test_of_more_pictures_than_it_reads_a_policy_takes_the_first() -> None:
 )
 def test_what_no_world_can_train_is_refused(changes: dict[str, object], said: str) -> None:
     with pytest.raises(
-        ConfigError,
-        match=rf"--policy cannot be trained in a world model.*{said}.*trained in simulators",
+        ConfigError, match=rf"--policy cannot be trained in a world model.*{said}.*trained in simulators"
     ):
         require_trainable(OpenVLAOFTConfig.tiny(**changes))
     require_trainable(OpenVLAOFTConfig.tiny())

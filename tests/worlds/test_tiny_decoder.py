@@ -25,12 +25,7 @@ from asyncrl.rewards.files import RewardConfig
 from asyncrl.rewards.resnet import ResNetReward, RewardNetwork
 from asyncrl.storage.assets import start_states_path, world_folder
 from asyncrl.worlds.start_states import load_start_states
-from asyncrl.worlds.wan.tiny_decoder import (
-    TinyDecoder,
-    TinyDecoderConfig,
-    load_decoder,
-    save_decoder,
-)
+from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, TinyDecoderConfig, load_decoder, save_decoder
 from asyncrl.worlds.wan.vae import decode_stream
 from asyncrl.worlds.wan.world import WanWorld
 from support.tiny_models import nano_wan, small_policy, start_state

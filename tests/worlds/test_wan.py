@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Callable
@@ -20,8 +19,7 @@ from torch import Tensor
 
 from asyncrl.errors import AssetError, CheckpointError
 from asyncrl.worlds.start_states import StartStateStream, load_start_states, save_start_states, start_state_at
-from asyncrl.worlds.wan.files import vae_name
-from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig, transformer_name
+from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae, decode_step, decode_stream, encode_step, encode_stream
 from asyncrl.worlds.wan.world import (
     CONTEXT_SIGMA,
@@ -32,7 +30,7 @@ from asyncrl.worlds.wan.world import (
     window_loss,
 )
 from support.formulas import gelu, gelu_tanh, rms_norm, silu, standardised
-from support.published_exports import TRANSFORMER_NAMES, VAE_NAMES
+from support.published_exports import TRANSFORMER_NAMES
 from support.tiny_models import start_state
 from support.worlds import load_world
 
@@ -205,32 +203,10 @@ def test_published_checkpoints_see_bfloat16_times() -> None:
         )
 
 
-def key_hash(shapes: dict[str, torch.Size]) -> str:
-    """The fingerprint by which the published checkpoints are told apart."""
-    lines = [f"{name}:{'_'.join(map(str, shape))}" for name, shape in shapes.items()] + list(shapes)
-    return hashlib.md5(",".join(sorted(lines)).encode()).hexdigest()
-
-
-def test_the_full_transformer_has_the_published_tensors() -> None:
-    with torch.device("meta"):
-        model = ActionWanTransformer(TransformerConfig.full())
-    shapes = {TRANSFORMER_NAMES[name]: t.shape for name, t in model.state_dict().items()}
-    assert (len(shapes), sum(p.numel() for p in model.parameters())) == (829, 5_025_334_464)
-    assert key_hash(shapes) == "bc4824aef7c3f23d3378cec6e2b1316c"
-    assert [transformer_name(name) for name in shapes] == list(model.state_dict())
-    assert [transformer_name(name) for name in model.state_dict()] == list(model.state_dict())
-
-
-def test_the_full_autoencoder_has_the_published_tensors() -> None:
-    with torch.device("meta"):
-        vae = WanVae(VaeConfig.full())
-    shapes = {VAE_NAMES[name]: t.shape for name, t in vae.state_dict().items()}
-    assert (len(shapes), sum(p.numel() for p in vae.parameters())) == (196, 704_688_668)
-    assert key_hash(shapes) == "e1de6c02cdac79f8b739f4d3698cd216"
-    assert [vae_name(name) for name in shapes] == list(vae.state_dict())
-    assert [vae_name(name) for name in vae.state_dict()] == list(vae.state_dict())
-    assert len(vae.size.latents_mean) == len(vae.size.latents_std) == 48
-    assert (vae.size.latents_mean[47], vae.size.latents_std[37]) == (-0.0667, 1.2042)
+def test_the_full_autoencoder_has_the_published_statistics() -> None:
+    size = VaeConfig.full()
+    assert len(size.latents_mean) == len(size.latents_std) == 48
+    assert (size.latents_mean[47], size.latents_std[37]) == (-0.0667, 1.2042)
 
 
 def test_streams_equal_the_autoencoder_on_whole_videos() -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.worlds.evac import ddim
 from asyncrl.worlds.evac.ddim import guided, sampling_steps, sampling_times, signal_scales, signal_shares
 
 
@@ -68,32 +67,6 @@ def test_every_step_follows_the_equation_and_is_finite(steps: int, eta: float) -
         assert math.isfinite(got)
         assert step.time == t
         assert got == pytest.approx(slow_step(x, v, t, s, eta, noise), abs=1e-9)
-
-
-def test_without_rescaled_signal_it_is_the_sampler_of_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """diffusers has no rescaled signal, and NaN at eta 1; without both the numbers are the same."""
-    from diffusers.schedulers.scheduling_ddim import DDIMScheduler
-
-    scheduler = DDIMScheduler(
-        beta_start=0.00085,
-        beta_end=0.012,
-        beta_schedule="scaled_linear",
-        clip_sample=False,
-        set_alpha_to_one=False,
-        prediction_type="v_prediction",
-        timestep_spacing="trailing",
-        rescale_betas_zero_snr=True,
-    )
-    scheduler.set_timesteps(10)
-    assert scheduler.timesteps.tolist() == list(sampling_times(10))
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4, 5, generator=generator)
-    monkeypatch.setattr(ddim, "signal_scales", lambda: (1.0,) * 1000)
-    for step in sampling_steps.__wrapped__(10, 0.0):
-        v = torch.randn(4, 5, generator=generator)
-        expected = scheduler.step(v, step.time, x, eta=0.0).prev_sample
-        x = step.x_factor * x + step.v_factor * v
-        torch.testing.assert_close(x, expected, atol=2e-5, rtol=1e-5)
 
 
 def test_guidance_follows_the_formula() -> None:

@@ -43,14 +43,6 @@ def test_states_for_other_numbers_of_decisions_do_not_mix() -> None:
         some_state(2).write_rows([0], some_state(1, room=25))
 
 
-def test_a_decision_that_does_not_fit_names_the_slot() -> None:
-    state = some_state(3)
-    state.check_room()
-    state.left[1] = 0
-    with pytest.raises(ConfigError, match="slot 1 has imagined as many decisions"):
-        state.check_room()
-
-
 def test_moving_gives_a_state_with_the_same_numbers() -> None:
     state = some_state(2)
     moved = state.to("cpu")

@@ -8,13 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.worlds.evac.ddim import (
-    Draws,
-    chunk_loss,
-    draw,
-    signal_scales,
-    signal_shares,
-)
+from asyncrl.worlds.evac.ddim import Draws, chunk_loss, draw, signal_scales, signal_shares
 from asyncrl.worlds.evac.unet import EvacUNet
 from support.evac import TINY_UNET, randomised
 

@@ -163,10 +163,11 @@ def test_imagining_never_asks_for_a_number(world: EvacWorld) -> None:
 
 
 def test_a_decision_beyond_the_announced_number_is_an_error(world: EvacWorld) -> None:
-    state = world.start([start_state(1)], decisions=1)
-    _, state = world.imagine(state, some_actions(1), [1])
-    with pytest.raises(ConfigError, match="as many decisions as its memory was made for"):
-        world.imagine(state, some_actions(1), [1])
+    state = world.start([start_state(1), start_state(2)], decisions=1)
+    _, after = world.imagine(state, some_actions(2), [1, 2])
+    state.write_rows([1], after.select([1]))
+    with pytest.raises(ConfigError, match="slot 1 has imagined as many decisions as its memory was made for"):
+        world.imagine(state, some_actions(2), [1, 2])
     with pytest.raises(ConfigError, match="0 decisions"):
         world.start([start_state(1)], decisions=0)
 

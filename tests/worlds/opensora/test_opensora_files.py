@@ -237,10 +237,7 @@ BROKEN = {
         described("dataset_statistics.json", lambda c: c["action"].pop("q99")),
         r"dataset_statistics\.json should hold .*'q99'",
     ),
-    "no statistics": (
-        missing("dataset_statistics.json"),
-        r"dataset_statistics\.json is missing",
-    ),
+    "no statistics": (missing("dataset_statistics.json"), r"dataset_statistics\.json is missing"),
 }
 
 
