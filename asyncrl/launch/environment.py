@@ -32,7 +32,7 @@ from asyncrl.launch.simulated import (
     SimulatorFiles,
     TrainingStarts,
     check_simulator,
-    refuse_simulator_settings,
+    refuse_idle,
     sample_format,
 )
 from asyncrl.observability import process_status
@@ -119,7 +119,7 @@ def check_environment(config: TrainConfig) -> WorldFiles | SimulatorFiles:
 
 def check_world_model(config: TrainConfig) -> WorldFiles:
     """Check that world, reward model and start states exist and fit each other; loads no weights."""
-    refuse_simulator_settings(config)
+    refuse_idle(config)
     world, reward = _named(config)
     summary = world.check(config.imagination)
     starts = _starts(config, summary.image_size)

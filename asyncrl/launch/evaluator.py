@@ -15,7 +15,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -51,7 +50,6 @@ from asyncrl.observability.logger import SHEET, VIDEOS, picture_name
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy
 from asyncrl.simulators.build import SimulatorSource
-from asyncrl.simulators.interface import SimulatorSpec
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import Play, SimulatedEpisode, evaluation_plays, rollout
 from asyncrl.storage import run_owner
@@ -76,19 +74,10 @@ _NAME_ONE: Final = (
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluationPlan:
-    """Simulator and episodes that every measured version plays."""
-
-    source: SimulatorSource
-    spec: SimulatorSpec
-    plays: tuple[Play, ...]
-
-
 def plan(
     config: TrainConfig, files: WorldFiles | SimulatorFiles, policy: Policy | None = None
-) -> EvaluationPlan:
-    """Choose the simulator and the episodes; check that the policy, if there is one, can play them."""
+) -> tuple[SimulatorSource, list[Play]]:
+    """Choose the simulator and the episodes of every version; check that the policy, if given, can play them."""
     settings, own = config.evaluation, simulator_named(config.world)
     tasks = files.tasks
     name = settings.simulator or own or simulator_of_tasks(tasks)
@@ -114,17 +103,22 @@ def plan(
     wanted = settings.episodes
     trials = min(-(-wanted // len(spec.tasks)), spec.trials) if spec.trials else 0
     plays = evaluation_plays(spec, episodes=0 if trials else wanted, tasks=(), trials=trials, repeats=1)
-    return EvaluationPlan(source=source, spec=spec, plays=tuple(plays[:wanted]))
+    return source, plays[:wanted]
 
 
 class VersionPlayer:
     """Plays a version's episodes and draws some of them. The simulators live as long as it."""
 
     def __init__(
-        self, config: TrainConfig, plan: EvaluationPlan, run_dir: Path, device: torch.device
+        self,
+        config: TrainConfig,
+        source: SimulatorSource,
+        plays: Sequence[Play],
+        run_dir: Path,
+        device: torch.device,
     ) -> None:
-        self._config, self._plays, self._run_dir, self._device = config, plan.plays, run_dir, device
-        self._pool = SimulatorPool(plan.source, config.evaluation.workers)
+        self._config, self._plays, self._run_dir, self._device = config, plays, run_dir, device
+        self._pool = SimulatorPool(source, config.evaluation.workers)
         self.close = self._pool.close
 
     def __call__(self, version: int, folder: Path | None) -> tuple[Evaluation, str, str]:
@@ -204,15 +198,15 @@ def evaluator_main(config: TrainConfig, run_dir: Path, local_rank: int) -> None:
         torch.set_num_threads(1)
     with ExitStack() as stack:
         stack.callback(lock.release)
-        planned = plan(config, check_environment(config))
-        player = VersionPlayer(config, planned, run_dir, device)
+        source, plays = plan(config, check_environment(config))
+        player = VersionPlayer(config, source, plays, run_dir, device)
         stack.callback(player.close)
         checkpoints = RunCheckpoints(
             run_dir,
             player,
             every=config.evaluate_every,
             last=config.updates,
-            simulator=planned.source.name,
+            simulator=source.name,
             temperature=config.algorithm.temperature,
         )
         while True:

@@ -205,47 +205,43 @@ def _with_weights_of_host(
     if job.rank not in actors or alone:
         return replace(info, weights_endpoint="")
     if job.rank == actors[0]:
-        relay = HostRelay(config, info, hosts, job)
-        ending.callback(relay.close)
-        return replace(info, weights_endpoint=relay.endpoint)
-    endpoint = wait_for_relay(info, job, config.startup_timeout, lambda: stop.set)
+        endpoint = relay_weights(config, info, hosts, job, ending)
+    else:
+        endpoint = wait_for_relay(info, job, config.startup_timeout, lambda: stop.set)
     return replace(info, weights_endpoint=endpoint)
 
 
-class HostRelay:
-    """Receives weights once for this host and hands them on to its actors. Made and closed by one thread."""
+def relay_weights(config: TrainConfig, info: RunInfo, hosts: Hosts, job: Job, ending: ExitStack) -> str:
+    """Receive weights once for this host and hand them on to its actors until `ending`.
 
-    def __init__(self, config: TrainConfig, info: RunInfo, hosts: Hosts, job: Job) -> None:
-        from asyncrl.weights.interface import PULL
-        from asyncrl.weights.publisher import build_publisher
-        from asyncrl.weights.receiver import Relay, build_receiver
-        from asyncrl.weights.server import ServerSettings
+    Returns:
+        The endpoint for the host's actors.
+    """
+    from asyncrl.weights.interface import PULL
+    from asyncrl.weights.publisher import build_publisher
+    from asyncrl.weights.receiver import Relay, build_receiver
+    from asyncrl.weights.server import ServerSettings
 
-        deadline, identity = config.weights.timeout, info.identity
-        self._folder = private_folder()
-        # Others can write into torchrun's store: it may not name code.
-        trusted = info.hosts_transport in ("nccl", "cuda_ipc", config.weights.transport)
-        receiver = build_receiver(
-            info.hosts_transport if trusted else PULL,
-            info.pull_endpoint,
-            hosts.names[hosts.of(job.rank)],
-            None,
-            pick_device(config.device, job.local_rank),
-            deadline,
-            endpoints.client_keys(info.keys, f"actor-{job.rank}"),
-            identity,
-        )
-        settings = ServerSettings(identity=identity)
-        publisher = build_publisher(RELAYED, self._folder / NOTE, deadline=deadline, settings=settings)
-        self.endpoint = publisher.endpoint  # for the host's actors
-        self._relay = Relay(receiver, publisher)
-        content = json.dumps({"mark": info.mark, "endpoint": self.endpoint})
-        write_text(job.status_folder(Path(info.run_dir)) / NOTE, content)
-
-    def close(self) -> None:
-        """Announce to the actors that no version will follow, and stop. May be called twice."""
-        self._relay.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+    deadline, identity, folder = config.weights.timeout, info.identity, private_folder()
+    ending.callback(shutil.rmtree, folder, ignore_errors=True)
+    # Others can write into torchrun's store: it may not name code.
+    trusted = info.hosts_transport in ("nccl", "cuda_ipc", config.weights.transport)
+    receiver = build_receiver(
+        info.hosts_transport if trusted else PULL,
+        info.pull_endpoint,
+        hosts.names[hosts.of(job.rank)],
+        None,
+        pick_device(config.device, job.local_rank),
+        deadline,
+        endpoints.client_keys(info.keys, f"actor-{job.rank}"),
+        identity,
+    )
+    settings = ServerSettings(identity=identity)
+    publisher = build_publisher(RELAYED, folder / NOTE, deadline=deadline, settings=settings)
+    ending.callback(Relay(receiver, publisher).close)
+    content = json.dumps({"mark": info.mark, "endpoint": publisher.endpoint})
+    write_text(job.status_folder(Path(info.run_dir)) / NOTE, content)
+    return publisher.endpoint
 
 
 def wait_for_relay(info: RunInfo, job: Job, deadline: float, stop_requested: Callable[[], bool]) -> str:

@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 
-from asyncrl.config.bounds import shown
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch.job import MOST_RANKS, Hosts
+from asyncrl.launch.job import Hosts
 from asyncrl.launch.own_device import pick_device
 
 RELAYED = "shared_memory"
@@ -25,7 +24,7 @@ ROLES = ("learner", "actor", "policy", "world")
 WORDS = ("auto", "collocated", "disaggregated", "hybrid")
 """Placements that fit any number of ranks; see `_by_word`."""
 EXAMPLE = "Write for example 'learner=0,actor=1-3' or 'learner=0-1,actor=2-3', or leave --placement out."
-_ITEM = re.compile(r"(?:(?P<role>[a-z]+)=)?(?P<first>\d+)(?:-(?P<last>\d+))?(?:@(?P<host>\d+))?")
+_ITEM = re.compile(r"(?:(?P<role>[a-z]+)=)?(?P<first>\d{1,4})(?:-(?P<last>\d{1,4}))?(?:@(?P<host>\d{1,4}))?")
 
 
 def read_ranks(text: str) -> dict[str, list[int]]:
@@ -76,12 +75,12 @@ def _items(text: str) -> list[_Item]:
             raise ConfigError(
                 f"--placement names the role {role!r}, but there are only {', '.join(ROLES)}. {EXAMPLE}"
             )
-        first, last = (_rank(match[name] or match["first"]) for name in ("first", "last"))
+        first, last = int(match["first"]), int(match["last"] or match["first"])
         if last < first:
             raise ConfigError(
                 f"--placement has the range {item!r}, which ends before it begins. Use {last}-{first}."
             )
-        found.append((role, range(first, last + 1), None if match["host"] is None else _rank(match["host"])))
+        found.append((role, range(first, last + 1), None if match["host"] is None else int(match["host"])))
     without = [named for _, named, host in found if host is None]
     if without and len(without) < len(found):
         raise ConfigError(
@@ -97,23 +96,7 @@ def _sizes(items: list[_Item]) -> tuple[int, ...]:
     for _, named, host in items:
         if host is not None:
             stops[host] = max(stops.get(host, 0), named.stop)
-    sizes = tuple(stops.get(number, 0) for number in range(max(stops, default=-1) + 1))
-    if sum(sizes) > MOST_RANKS:
-        raise ConfigError(
-            f"--placement names {sum(sizes)} ranks on {len(sizes)} hosts, but a run has at most "
-            f"{MOST_RANKS}. {EXAMPLE}"
-        )
-    return sizes
-
-
-def _rank(digits: str) -> int:
-    # Only now a number: Python reads no more than 4,300 digits, and a range of as many ranks would be a list.
-    if len(digits) > 9 or int(digits) >= MOST_RANKS:
-        raise ConfigError(
-            f"--placement names rank {shown(digits)}, but a run has at most {MOST_RANKS} ranks, counted from "
-            f"0. {EXAMPLE}"
-        )
-    return int(digits)
+    return tuple(stops.get(number, 0) for number in range(max(stops, default=-1) + 1))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ Episodes of a run begin at starts that no evaluation plays, in an order that fol
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -165,7 +165,24 @@ def check_simulator(config: TrainConfig) -> SimulatorFiles:
 
 
 def refuse_idle(config: TrainConfig) -> None:
-    """Refuse settings of world models where --world is a simulator, in which they would do nothing."""
+    """Refuse settings that do nothing in --world: those of world models in a simulator, and the reverse."""
+    if simulator_named(config.world):
+        kind, reasons = "a simulator", _idle_in_simulators(config)
+        instead = f"choose a world model; a folder called so is written ./{config.world}"
+    else:
+        kind = "a world model"
+        reasons = {f"simulator.{x.name}": "nothing is simulated in it" for x in fields(config.simulator)}
+        instead = f"name a simulator: {', '.join(SIMULATOR_ALIASES)}, libero_spatial ..."
+    default = TrainConfig()
+    for name, reason in reasons.items():
+        if attrgetter(name)(config) != attrgetter(name)(default):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is set, but --world {config.world} is {kind}: {reason}. "
+                f"Leave it out, or {instead}."
+            )
+
+
+def _idle_in_simulators(config: TrainConfig) -> dict[str, str]:
     own_starts = "its starts are its own (--simulator.starts)"
     no_scores = "there is no reward model whose scores are read"
     reasons = {
@@ -177,25 +194,7 @@ def refuse_idle(config: TrainConfig) -> None:
     reasons["guard.kind"] = "its successes are true"
     if "world=" in config.placement or config.placement == "hybrid":
         reasons["placement"] = "it gives a device to a world model"
-    instead = f"choose a world model; a folder called so is written ./{config.world}"
-    _refuse(config, reasons, "a simulator", instead)
-
-
-def refuse_simulator_settings(config: TrainConfig) -> None:
-    """Refuse settings of simulators where --world is a world model."""
-    reasons = {f"simulator.{field.name}": "nothing is simulated in it" for field in fields(config.simulator)}
-    instead = f"name a simulator: {', '.join(SIMULATOR_ALIASES)}, libero_spatial ..."
-    _refuse(config, reasons, "a world model", instead)
-
-
-def _refuse(config: TrainConfig, reasons: Mapping[str, str], kind: str, instead: str) -> None:
-    default = TrainConfig()
-    for name, reason in reasons.items():
-        if attrgetter(name)(config) != attrgetter(name)(default):
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is set, but --world {config.world} is {kind}: {reason}. "
-                f"Leave it out, or {instead}."
-            )
+    return reasons
 
 
 class TrainingStarts:

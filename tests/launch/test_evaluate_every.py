@@ -78,9 +78,9 @@ def files_with(*tasks: str) -> WorldFiles:
 
 def test_the_plan_plays_the_simulator_that_has_the_tasks_from_held_out_starts() -> None:
     config = TrainConfig(evaluate_every=2, evaluation=EvaluationSettings(episodes=5))
-    chosen = plan(config, files_with(*TASKS[:2]))
-    assert (chosen.source.name, chosen.source.image_size) == ("tabletop", 64)
-    assert [play.start.seed for play in chosen.plays] == [HELD_OUT + i for i in range(5)]
+    source, plays = plan(config, files_with(*TASKS[:2]))
+    assert (source.name, source.image_size) == ("tabletop", 64)
+    assert [play.start.seed for play in plays] == [HELD_OUT + i for i in range(5)]
 
 
 def test_a_simulator_without_the_tasks_is_refused() -> None:
@@ -182,7 +182,7 @@ def test_settings_of_a_published_policy_are_not_said_of_checkpoints(models, tmp_
         policy_settings=("norm_key=libero",),
         evaluation=EvaluationSettings(episodes=1, workers=0),
     )
-    player = VersionPlayer(config, plan(config, files_with(*TASKS[:2])), tmp_path, torch.device("cpu"))
+    player = VersionPlayer(config, *plan(config, files_with(*TASKS[:2])), tmp_path, torch.device("cpu"))
     try:
         assert player(2, folder / "policy")[0].overall.episodes == 1
         with pytest.raises(ConfigError, match="no action statistics for"):

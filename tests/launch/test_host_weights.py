@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import WeightSettings
 from asyncrl.errors import RunError
 from asyncrl.launch import endpoints
-from asyncrl.launch.followers import NOTE, HostRelay, wait_for_relay
+from asyncrl.launch.followers import NOTE, relay_weights, wait_for_relay
 from asyncrl.launch.job import Hosts, Job, RunInfo, Stopped
 from asyncrl.launch.placement import RELAYED
 from asyncrl.messaging.keys import create_keys
@@ -61,9 +62,10 @@ def test_one_of_a_host_fetches_and_all_its_actors_get_every_bit(
 ) -> None:
     publisher, info = learner
     config = TrainConfig(weights=WeightSettings(timeout=20.0))
-    weights = HostRelay(config, info, HOSTS, JOB)
+    ending = ExitStack()
+    endpoint = relay_weights(config, info, HOSTS, JOB, ending)
     where = wait_for_relay(info, JOB, PATIENCE, lambda: False)
-    assert where == weights.endpoint
+    assert where == endpoint
     private = Path(where.removeprefix("ipc://")).parent
     assert private.stat().st_mode & 0o077 == 0
     identity = info.identity
@@ -85,8 +87,7 @@ def test_one_of_a_host_fetches_and_all_its_actors_get_every_bit(
         while not receiver.ended:
             receiver.wait_newer(2, 1.0)
         receiver.close()
-    weights.close()
-    weights.close()
+    ending.close()
     assert not private.exists()
 
 
