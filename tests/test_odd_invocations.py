@@ -190,7 +190,7 @@ def test_an_odd_call_ends_in_a_sentence(
 
 
 EXPECTED = {
-    "train --placement learner=0-99999999999": "a run has at most 4096 ranks",
+    "train --placement learner=0-99999999999": "is not role=rank or role=first-last",
     "train --placement learner=0-3000,actor=3001": "--placement names 3001 learner ranks",
     "train {w}/pipe.toml": "it is a named pipe",
     "replay prune {m}/run --dry-run --keep-gigabytes nan": "--keep-gigabytes is nan",

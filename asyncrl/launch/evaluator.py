@@ -77,7 +77,7 @@ _log = logging.getLogger(__name__)
 def plan(
     config: TrainConfig, files: WorldFiles | SimulatorFiles, policy: Policy | None = None
 ) -> tuple[SimulatorSource, list[Play]]:
-    """Choose the simulator and the episodes of every version; check that the policy, if given, can play them."""
+    """Choose the simulator and the episodes of every version; check that a given policy can play them."""
     settings, own = config.evaluation, simulator_named(config.world)
     tasks = files.tasks
     name = settings.simulator or own or simulator_of_tasks(tasks)
