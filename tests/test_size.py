@@ -19,7 +19,7 @@ CEILINGS = {
     "doctor": (1359, 7),
     "evaluation": (1003, 6),
     "fitting": (4207, 17),
-    "launch": (5205, 23),
+    "launch": (5180, 23),
     "learner": (3730, 17),
     "messaging": (1060, 6),
     "observability": (2712, 12),
