@@ -323,11 +323,21 @@ def assert_refused(capsys, arguments: list[str], said: str) -> None:
         (["--batch", "4", "--micro-batch", "3"], "--batch is 4 for 1 ranks and --micro-batch 3"),
         (["--version", "2"], "--version is 2, but --refine .* has the published layout"),
         (["--lora.targets", "language"], "a world has no language model"),
+        (
+            ["--refine", "other", "--precision", "bf16"],
+            "is a world of OpenSora. .* for Wan worlds only. Leave them out",
+        ),
+        (["--refine", ""], "torchrun started 2 ranks, but only a policy or a world of --refine"),
     ],
 )
 def test_what_cannot_work_is_refused(
-    folders: Path, tmp_path: Path, capsys, more: list[str], said: str
+    folders: Path, tmp_path: Path, capsys, monkeypatch, more: list[str], said: str
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    write_json(tmp_path / "other" / "world.json", {"kind": "opensora"})
+    if more == ["--refine", ""]:
+        monkeypatch.setenv("WORLD_SIZE", "2")
     assert_refused(capsys, flags(folders, tmp_path / "out", *more), said)
 
 
@@ -335,22 +345,6 @@ def test_a_folder_that_holds_something_is_refused(folders: Path, tmp_path: Path,
     (tmp_path / "note.txt").write_text("mine")
     assert_refused(capsys, flags(folders, tmp_path), "--out .* is there already")
     assert (tmp_path / "note.txt").read_text() == "mine"
-
-
-def test_other_kinds_say_what_they_can(folders: Path, tmp_path: Path, capsys) -> None:
-    (tmp_path / "other").mkdir()
-    write_json(tmp_path / "other" / "world.json", {"kind": "opensora"})
-    arguments = ["world", "--data", str(folders / "data"), "--refine", str(tmp_path / "other"), *STEPS]
-    arguments += ["--out", str(tmp_path / "out"), "--precision", "bf16"]
-    assert_refused(capsys, arguments, "is a world of OpenSora. .* for Wan worlds only. Leave them out")
-
-
-def test_several_ranks_are_refused_where_nothing_is_shared_out(
-    folders: Path, tmp_path: Path, capsys, monkeypatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    arguments = ["world", "--data", str(folders / "data"), "--out", str(tmp_path / "out")]
-    assert_refused(capsys, arguments, "torchrun started 2 ranks, but only a policy or a world of --refine")
 
 
 @pytest.mark.timeout(60)

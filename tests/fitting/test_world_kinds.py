@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl import cli, registry
+from asyncrl import registry
 from asyncrl.commands.collect import record
 from asyncrl.commands.fit import main as fit
 from asyncrl.config.sections import ImaginationSettings
@@ -36,7 +36,6 @@ from asyncrl.worlds.files import world_kind
 from support.recorded import recorded_spec, write_recorded
 from support.whole_runs import refused
 
-PACKAGE = Path(cli.__file__).parent
 FRAME_BY_FRAME = ("opensora", "evac")
 STEPS = ("--vae-steps", "2", "--vae-batch", "1", "--steps", "2", "--batch", "2", "--device", "cpu")
 OPTIONS = WorldOptions()

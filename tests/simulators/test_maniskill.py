@@ -60,23 +60,6 @@ def actions_of(seed: int, steps: int = 8) -> np.ndarray:
     return actions
 
 
-def play(simulator: Any, place: int, seed: int, steps: int = 8) -> list[Any]:
-    """Play an episode alone; returns everything that it showed."""
-    seen = simulator.reset([place], [start(simulator, seed)])
-    rows: list[Any] = [(seen.images[0], seen.states[0])]
-    for action in actions_of(seed, steps):
-        done = simulator.step([place], action[None], draw=True)
-        rows.append((done.seen.images[0], done.seen.states[0], done.rewards[0], done.success[0]))
-    return rows
-
-
-def assert_same(one: list[Any], other: list[Any]) -> None:
-    assert len(one) == len(other)
-    for first, second in zip(one, other, strict=True):
-        for a, b in zip(first, second, strict=True):
-            np.testing.assert_array_equal(a, b)
-
-
 def expert_run(simulator: Any, seed: int, **flaws: Any) -> tuple[bool, list[float]]:
     """Whether the expert fulfils the task, and the rewards until then."""
     simulator.reset([0], [start(simulator, seed)])

@@ -22,11 +22,8 @@ from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import Demonstrator, Seen, SimStart, random_start
 from asyncrl.simulators.pool import SimulatorPool, SlotAnswer
 from asyncrl.simulators.pool_worker import Worker, pack, unpack
-from asyncrl.simulators.rendering import find_backend
 from asyncrl.simulators.rollout import Observations, Play, rollout
 from support.simulated import COUNTING, CountingPlace
-
-needs_opengl = pytest.mark.skipif(find_backend() is None, reason="no OpenGL library")
 
 
 def source(places: int = 1, *settings: str, name: str = COUNTING, horizon: int = 0) -> SimulatorSource:

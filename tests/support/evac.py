@@ -84,10 +84,6 @@ def published_shapes(name: str) -> dict[str, tuple[int, ...]]:
     return {key: tuple(int(size) for size in shape.split("x")) for key, shape in rows}
 
 
-def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-
-
 def randomised(module: nn.Module, seed: int, spread: float = 0.3) -> nn.Module:
     """Give every parameter random values, so that none is zero or one by default."""
     generator = torch.Generator().manual_seed(seed)

@@ -238,11 +238,6 @@ def memory(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
-def reset_peak_memory() -> int:
-    Path("/proc/self/clear_refs").write_text("5")
-    return memory("VmRSS")
-
-
 def test_tensors_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layers, width = 24, 1024  # 96 MiB in the files, 48 MiB in the module
     tensors = {f"{i}.weight": torch.full((width, width), float(i)) for i in range(layers)}
@@ -254,7 +249,8 @@ def test_tensors_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.Monk
         with torch.device("meta"):
             module = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
         ctypes.CDLL(None).malloc_trim(0)  # freed memory would be used again and count for nothing
-        before = reset_peak_memory()
+        Path("/proc/self/clear_refs").write_text("5")
+        before = memory("VmRSS")
         fill(module, TensorFiles([tmp_path / name]), dtype=torch.bfloat16, device="cpu")
         grown = memory("VmHWM") - before
         assert [layer.weight[0, 0].item() for layer in module] == list(range(layers))
