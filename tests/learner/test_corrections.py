@@ -13,6 +13,7 @@ from torch import Tensor
 from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings
 from asyncrl.errors import ConfigError
 from asyncrl.learner.batches import build_batch
+from asyncrl.learner.corrections import beyond_trust_region
 from asyncrl.learner.interface import Correction
 from asyncrl.learner.losses import log_ratio, reduce_to_level
 from asyncrl.learner.recipe import Recipe, build_recipe
@@ -116,3 +117,13 @@ def test_only_weights_of_episodes_and_vtrace_need_whole_episodes() -> None:
     assert not whole_episodes(kind="none", level="episode")
     assert whole_episodes(kind="tis", level="episode")
     assert whole_episodes(kind="vtrace")
+
+
+def test_of_several_tokens_the_trust_region_looks_at_the_geometric_mean() -> None:
+    now = torch.tensor([[[0.9, 0.4]]]).log()
+    then = torch.tensor([[[0.3, 0.3]]]).log()
+    one = torch.ones(1, 1, 1)
+    mean_now, mean_then = math.sqrt(0.9 * 0.4), 0.3
+    for bound in (mean_now - mean_then - 0.01, mean_now - mean_then + 0.01):
+        found = beyond_trust_region(now, then, torch.ones_like(now).bool(), one, "action", bound)
+        assert found.item() is (bound < mean_now - mean_then)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections import deque
@@ -14,37 +15,16 @@ from hypothesis import strategies as st
 
 from asyncrl.config.loading import overlay
 from asyncrl.config.run import TrainConfig
-from asyncrl.config.sections import ReplaySettings
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import metrics_system as m
-from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.replay import Replay
-from asyncrl.replay.store import EpisodeStore
 from support.episodes import make_episode
-from support.replay import Clock, read_batch
+from support.replay import open_replay, read_batch
 
 pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
 HORIZON = 4
-
-
-def open_small(
-    folder: Path,
-    *,
-    max_bytes: int = 1,
-    filtering: bool = True,
-    horizon: int = HORIZON,
-    max_lag: int = 1,
-) -> Replay:
-    """A replay whose files go as soon as they may, unless `max_bytes` is larger."""
-    limiter = Limiter(
-        ReplaySettings(max_lag=max_lag, group_timeout=1e6),
-        group_size=2,
-        groups_per_update=2,
-        filter_groups=filtering,
-        resume_window=horizon,
-        clock=Clock(),
-    )
-    return Replay(EpisodeStore(folder, group_size=2, max_bytes=max_bytes), limiter)
+open_small = functools.partial(open_replay, max_bytes=1, filtering=True, horizon=HORIZON)
+"""A replay whose files go as soon as they may, unless `max_bytes` is larger."""
 
 
 def push(replay: Replay, number: int, *, mixed: bool = True, version: int | None = None) -> list[str]:

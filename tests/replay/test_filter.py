@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import shutil
 import zlib
@@ -15,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config.algorithm import AlgorithmSettings
-from asyncrl.config.sections import ReplaySettings
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import metrics_system as s
@@ -23,15 +23,15 @@ from asyncrl.records import Episode
 from asyncrl.replay.groups import has_no_signal
 from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.interface import Filling, GroupGrant, NothingToLearn
-from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
 from asyncrl.replay_tools.episodes import read_rows
 from asyncrl.replay_tools.verify import check_files
 from support.episodes import make_episode
-from support.replay import Clock, next_batch, read_batch
+from support.replay import next_batch, open_replay, read_batch
 
 pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
+open_filter = functools.partial(open_replay, per_update=1, filtering=True)
 Seen = dict[int, tuple[list[tuple[str, int, int, bool]], dict[str, float]]]
 """Version -> group, policy version, world and success of its batch's episodes; and the replay's metrics."""
 
@@ -122,28 +122,6 @@ def learn(
     finally:
         learner.close()
     return seen
-
-
-def open_filter(
-    folder: Path,
-    *,
-    per_update: int = 1,
-    max_lag: int = 1,
-    max_bytes: int = 10**9,
-    filtering: bool = True,
-    horizon: int = 20,
-    max_filtered: int = 10**9,
-) -> Replay:
-    limiter = Limiter(
-        ReplaySettings(max_lag=max_lag, group_timeout=1e6),
-        group_size=2,
-        groups_per_update=per_update,
-        filter_groups=filtering,
-        resume_window=horizon,
-        clock=Clock(),
-    )
-    store = EpisodeStore(folder, group_size=2, max_bytes=max_bytes)
-    return Replay(store, limiter, max_filtered=max_filtered)
 
 
 def push(

@@ -125,42 +125,13 @@ def test_a_killed_replay_gives_the_chosen_batch_to_every_rank_and_to_no_other_up
         assert (first.numbers, second.numbers) == ((0, 1), (2, 3))
         for number, group in enumerate(held):
             assert_as_imagined(group, number)
+        with pytest.raises(GroupLost, match="not of the batch that was chosen last"):
+            rank.fetch(first.part(1, 2), timeout=15.0)
         with pytest.raises(SampleTimeout, match="0 groups ready"):
             learner.choose(groups=1, version=0, timeout=0.3)
     finally:
         for port in (learner, rank):
             port.close()
-        actor.close(1.0)
-        kill(server)
-
-
-def test_a_rank_that_died_before_it_fetched_costs_a_resumed_run_no_group(
-    tmp_path: Path, endpoint: str
-) -> None:
-    server = start_server(tmp_path, endpoint)
-    actor = ZmqActorPort(endpoint, "actor-0")
-    try:
-        learner, rank = ZmqLearnerPort(endpoint), ZmqLearnerPort(endpoint, rank=1)
-        learner.status()
-        fill(actor, 4)
-        batch = learner.choose(groups=2, version=0, timeout=15.0)
-        learner.fetch(batch.part(0, 2), timeout=15.0)
-        rank.close()
-        learner.close()  # A learner of which a rank is gone ends with it.
-        learner, rank = ZmqLearnerPort(endpoint, version=0), ZmqLearnerPort(endpoint, rank=1)
-        learner.status()
-        with pytest.raises(GroupLost, match="not of the batch that was chosen last"):
-            rank.fetch(batch.part(1, 2), timeout=15.0)  # The resumed run has chosen nothing yet.
-        again = learner.choose(groups=2, version=0, timeout=15.0)
-        assert again.numbers == batch.numbers
-        assert again.request != batch.request
-        held = learner.fetch(again.part(0, 2), timeout=15.0) + rank.fetch(again.part(1, 2), timeout=15.0)
-        for number, group in enumerate(held):
-            assert_as_imagined(group, number)
-        assert learner.choose(groups=2, version=0, timeout=15.0).numbers == (2, 3)
-        rank.close()
-        learner.close()
-    finally:
         actor.close(1.0)
         kill(server)
 

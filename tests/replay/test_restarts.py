@@ -12,26 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config.sections import ReplaySettings
 from asyncrl.observability import metrics_system as m
-from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.replay import Replay
-from asyncrl.replay.store import EpisodeStore
 from support.episodes import make_episode
-from support.replay import Clock, read_batch
+from support.replay import open_replay, read_batch
 
 pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
-
-
-def open_replay(
-    folder: Path,
-    *,
-    per_update: int = 2,
-    max_lag: int = 2,
-) -> Replay:
-    settings = ReplaySettings(max_lag=max_lag, group_timeout=1e6)
-    limiter = Limiter(settings, group_size=2, groups_per_update=per_update, clock=Clock())
-    return Replay(EpisodeStore(folder, group_size=2, max_bytes=10**9), limiter)
 
 
 def books(replay: Replay) -> list[object]:

@@ -81,6 +81,28 @@ def make_replay(folder: Path, limiter: Limiter) -> Replay:
     return Replay(store, limiter)
 
 
+def open_replay(
+    folder: Path,
+    *,
+    per_update: int = 2,
+    max_lag: int = 1,
+    max_bytes: int = 10**9,
+    filtering: bool = False,
+    horizon: int = 20,
+    max_filtered: int = 10**9,
+) -> Replay:
+    """A replay of groups of two; no group is too late for it."""
+    limiter = Limiter(
+        ReplaySettings(max_lag=max_lag, group_timeout=1e6),
+        group_size=2,
+        groups_per_update=per_update,
+        filter_groups=filtering,
+        resume_window=horizon,
+        clock=Clock(),
+    )
+    return Replay(EpisodeStore(folder, group_size=2, max_bytes=max_bytes), limiter, max_filtered=max_filtered)
+
+
 def group_of(number: int, image: int = 4) -> list:
     """Members with different lengths; one keeps its video."""
     return [
