@@ -21,6 +21,7 @@ from pathlib import Path
 
 from measuring import table
 
+from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.sections import ReplaySettings
 from asyncrl.records import Sampling
 from asyncrl.replay.group_file import GroupFile
@@ -110,23 +111,14 @@ class _Actor:
     """When `idle` was last added to."""
 
 
-class OneUseLimiter(Limiter):
-    """The limiter if every group is used once: the sum of reserved uses is then known."""
-
-    @property
-    def uses_reserved(self) -> int:
-        return self.used + len(self.open) + len(self.ready)
-
-
 class Simulation:
     """One run."""
 
     def __init__(self, scale: Scale, seed: int = 0) -> None:
         self.scale, self.now, self.random = scale, 0.0, random.Random(seed)
-        self.limiter = OneUseLimiter(
+        self.limiter = Limiter(
             ReplaySettings(max_lag=scale.max_lag),
-            group_size=scale.group_size,
-            groups_per_update=scale.groups_per_update,
+            AlgorithmSettings(group_size=scale.group_size, groups_per_update=scale.groups_per_update),
             clock=lambda: self.now,
         )
         self.actors = [

@@ -102,7 +102,7 @@ def _imagine(joined: _Joined) -> bool:
             joined.actor.run(should_leave=lambda: stop.set or receiver.ended)
             return port.stopped or receiver.ended
         except AttemptEnded:
-            leave = port.abandon
+            leave = partial(port.leave, 0.0)  # No part of the run waits for its episodes.
             raise
         finally:
             log_errors(leave, print)

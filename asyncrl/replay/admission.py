@@ -24,13 +24,13 @@ _START: Final = re.compile(r"(/[0-9]{1,9})?/([0-9]{3,9}|seed-[0-9]{1,20})")
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """Properties that an episode must have; None: any."""
+    """Properties that an episode must have."""
 
     format: EpisodeFormat = ANY_FORMAT
     group_size: int
-    sampling: Sampling | None = None
+    sampling: Sampling
     newest_version: int  # Newest policy version of any decision
-    actor: str | None = None  # Name of the sender
+    actor: str | None = None  # Name of the sender; None: any
 
 
 class Refusal(NamedTuple):
@@ -66,7 +66,7 @@ def _settings(episode: Episode, expected: Expected) -> str | None:
     if episode.group_size != expected.group_size:
         return f"group size {episode.group_size}, this run has {expected.group_size}"
     sampling = expected.sampling
-    if sampling is not None and (episode.temperature, episode.top_k) != sampling:
+    if (episode.temperature, episode.top_k) != sampling:
         return (
             f"temperature {episode.temperature} and top_k {episode.top_k}, this run has "
             f"{sampling.temperature} and {sampling.top_k}"

@@ -17,7 +17,7 @@ from asyncrl.messaging.wire import Message
 from asyncrl.observability import metrics_system, process_status, waits  # noqa: F401  They define the replay's metrics.
 from asyncrl.observability.metrics import REGISTRY, Metric
 from asyncrl.records import Episode
-from asyncrl.replay.connection import PING_EVERY, RANK, RESEND_AFTER, Connection, Outbox
+from asyncrl.replay.connection import NOT_SENT, PING_EVERY, RANK, RESEND_AFTER, Connection, Outbox, Sent
 from asyncrl.replay.interface import (
     BatchDescription,
     Filling,
@@ -53,7 +53,7 @@ class ZmqActorPort:
         self._outbox = Outbox(self._link, warn)
         self._window = window
         self._next_grant = 0  # Number of the request that is answered next; each group is one request.
-        self._asked_until, self._asked_at, self._asked_server_id = 0, -float("inf"), ""
+        self._asked_until, self._asked = 0, NOT_SENT
         self._grants: dict[int, GroupGrant | None] = {}  # Request -> answer; None: its group was given up.
         self._quarantined: set[str] = set()
 
@@ -115,22 +115,22 @@ class ZmqActorPort:
         """See `ActorPort`."""
         self._link.send_now("report", readings={metric.name: float(x) for metric, x in metrics.items()})
 
-    def close(self, deadline: float) -> None:
+    def close(self, timeout: float) -> None:
         """See `ActorPort`."""
-        if not self._leave(lambda: bool(self._outbox), deadline):
+        if not self._leave(lambda: bool(self._outbox), timeout):
             raise ReplayError(
                 f"{len(self._outbox)} episodes of actor {self._link.name!r} were not acknowledged by the "
-                f"replay at {self._link.endpoint} within {deadline:g} s. Look at the replay's log; members "
+                f"replay at {self._link.endpoint} within {timeout:g} s. Look at the replay's log; members "
                 "of incomplete groups are never acknowledged."
             )
 
-    def leave(self, deadline: float) -> None:
-        """Deliver finished episodes within `deadline` seconds and give groups back; the run goes on."""
-        if not self._leave(lambda: self._outbox.undelivered, deadline):
+    def leave(self, timeout: float) -> None:
+        """Deliver finished episodes within `timeout` seconds and give groups back; the run goes on."""
+        if not self._leave(lambda: self._outbox.undelivered, timeout):
             self._outbox.warn(f"left without handing over all of {self.unacknowledged} episodes")
 
-    def _leave(self, pending: Callable[[], bool], deadline: float) -> bool:
-        end = time.monotonic() + deadline
+    def _leave(self, pending: Callable[[], bool], timeout: float) -> bool:
+        end = time.monotonic() + timeout
         try:
             while pending() and not self.stopped and (left := end - time.monotonic()) > 0:
                 self._exchange(min(left, 0.1))
@@ -139,12 +139,6 @@ class ZmqActorPort:
             return self.stopped or not pending()
         finally:
             self._link.close()
-
-    def abandon(self) -> None:
-        """Close without delivering: no part of the run waits for these episodes any more."""
-        if self.unacknowledged:
-            self._outbox.warn(f"{self.unacknowledged} episodes are given up")
-        self._link.close()
 
     def _exchange(self, wait: float) -> None:
         self._outbox.send_due()
@@ -161,14 +155,12 @@ class ZmqActorPort:
 
     def _ask(self, groups: int) -> None:
         """Requests are repeated only for more groups, or if no answer came."""
-        server_id, now = self._link.server_id, time.monotonic()
         groups = min(groups, self._window - self._outbox.groups)
         until = self._next_grant + groups
-        asked = self._asked_server_id == server_id and until <= self._asked_until
-        if groups < 1 or not server_id or (asked and now - self._asked_at < PING_EVERY):
+        if groups < 1 or not self._link.due(self._asked, PING_EVERY if until <= self._asked_until else 0.0):
             return
         if self._link.send_now("acquire", turn=self._next_grant, groups=groups):
-            self._asked_until, self._asked_at, self._asked_server_id = until, now, server_id
+            self._asked_until, self._asked = until, self._link.sent()
 
 
 @dataclass(kw_only=True)
@@ -178,8 +170,7 @@ class _BatchRequest:
     groups: int
     version: int
     request: str
-    asked_at: float = -float("inf")
-    asked_server_id: str = ""
+    asked: Sent = NOT_SENT
     numbers: tuple[int, ...] = ()
     """The answer; empty until it comes."""
 
@@ -283,12 +274,11 @@ class ZmqLearnerPort:
         answered: Callable[[], bool],
         poll: Callable[[], object] = lambda: None,
     ) -> None:
-        deadline, asked_at = time.monotonic() + timeout, -float("inf")
+        deadline, asked = time.monotonic() + timeout, NOT_SENT
         while not answered() and (left := deadline - time.monotonic()) > 0:
             poll()
-            now = time.monotonic()
-            if self._link.server_id and now - asked_at >= PING_EVERY and self._link.send_now(kind):
-                asked_at = now
+            if self._link.due(asked, PING_EVERY) and self._link.send_now(kind):
+                asked = self._link.sent()
             self._exchange(min(left, 0.05))
 
     def _exchange(self, wait: float) -> None:
@@ -308,12 +298,9 @@ class ZmqLearnerPort:
                 self._fetch.add(message)
 
     def _ask(self, wanted: _BatchRequest) -> None:
-        server_id, now = self._link.server_id, time.monotonic()
-        if not server_id or (server_id == wanted.asked_server_id and now - wanted.asked_at < RESEND_AFTER):
-            return
         about = {"request": wanted.request, "groups": wanted.groups, "version": wanted.version}
-        if self._link.send_now("sample", **about):
-            wanted.asked_at, wanted.asked_server_id = now, server_id
+        if self._link.due(wanted.asked, RESEND_AFTER) and self._link.send_now("sample", **about):
+            wanted.asked = self._link.sent()
 
 
 class _PartFetch:
@@ -323,24 +310,22 @@ class _PartFetch:
         self._link, self._wanted = link, wanted
         self._missing = dict.fromkeys(wanted.numbers)  # Incomplete groups, in the order of the part.
         self._asked = set[int]()
-        self._asked_server_id = ""
+        self._active = NOT_SENT  # Last request or answer.
         self._members: dict[int, dict[int, Episode]] = {number: {} for number in wanted.numbers}
-        self._heard_at = self._asked_at = time.monotonic()
+        self._heard_at = time.monotonic()
 
     def _ask(self) -> None:
         """Request the next groups; all of them again if the replay restarted or sent nothing for long."""
-        server_id, now = self._link.server_id, time.monotonic()
-        if not server_id:
+        if not self._link.server_id:
             return
-        if server_id != self._asked_server_id or now - max(self._heard_at, self._asked_at) > RESEND_AFTER:
-            self._asked_server_id = server_id
+        if self._link.due(self._active, RESEND_AFTER):
             self._asked.clear()
         for number in [number for number in self._missing if number not in self._asked]:
             about = {"request": self._wanted.request, "number": number}
             if len(self._asked) >= FETCH_WINDOW or not self._link.send_now("fetch", **about):
                 return
             self._asked.add(number)
-            self._asked_at = now
+            self._active = self._link.sent()
 
     def add(self, message: Message) -> None:
         if message.kind == "lost" and message["request"] == self._wanted.request:
@@ -351,6 +336,7 @@ class _PartFetch:
         number, members = message["number"], self._members[message["number"]]
         members[message.episode.member] = message.episode
         self._heard_at = time.monotonic()
+        self._active = self._active._replace(at=self._heard_at)
         process_status.progress()
         if len(members) == message["size"]:
             del self._missing[number]

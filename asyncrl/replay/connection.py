@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import zmq
 
@@ -34,6 +34,16 @@ HELD_RESEND_AFTER: Final = 60.0
 """Seconds until an episode of an incomplete group is sent again: its final receipt may be lost."""
 RANK: Final = "rank"  # Role of a learner rank other than 0: it fetches its part of batches
 VISITOR: Final = "visitor"
+
+
+class Sent(NamedTuple):
+    """Sending of something that is repeated until it is answered."""
+
+    server_id: str  # Replay process that it was sent to
+    at: float
+
+
+NOT_SENT: Final = Sent("", -float("inf"))
 
 
 class Connection:
@@ -116,6 +126,15 @@ class Connection:
             return False
         return True
 
+    def due(self, sent: Sent, every: float) -> bool:
+        """True if something is to be sent again: the replay is another process, or `every` seconds passed."""
+        again = sent.server_id != self.server_id or time.monotonic() - sent.at >= every
+        return bool(self.server_id) and again
+
+    def sent(self) -> Sent:
+        """Return the record of something that was sent just now."""
+        return Sent(self.server_id, time.monotonic())
+
     def _quiet(self) -> bool:
         now = time.monotonic()
         quiet = now - self._spoke >= PING_EVERY
@@ -162,11 +181,10 @@ class Connection:
 class _Unacknowledged:
     """An episode, or the report of a group that failed, without a final receipt."""
 
-    group_id: str
+    number: int  # Of its group
     frames: list[Buffer]
-    server_id: str = ""  # Replay process that it was sent to
-    sent_at: float = -float("inf")
-    held: bool = False  # That process has it; the final receipt follows, but only once
+    sent: Sent = NOT_SENT
+    held: bool = False  # The replay has it; the final receipt follows, but only once
 
 
 class Outbox:
@@ -184,7 +202,7 @@ class Outbox:
     @property
     def groups(self) -> int:
         """Count of the groups with unacknowledged episodes."""
-        return len({item.group_id for item in self._items.values()})
+        return len({item.number for item in self._items.values()})
 
     @property
     def undelivered(self) -> bool:
@@ -193,14 +211,14 @@ class Outbox:
 
     def add(self, episode: Episode) -> None:
         """Add an episode; its arrays must not change any more."""
-        frames = encode("episode", episode)
-        self._items[episode.episode_id] = _Unacknowledged(group_id=episode.group_id, frames=frames)
+        number, frames = number_of(episode.group_id), encode("episode", episode)
+        self._items[episode.episode_id] = _Unacknowledged(number=number, frames=frames)
 
     def fail(self, failure: GroupFailure) -> None:
         """Add the report of a group that failed; it is acknowledged like an episode."""
         report = os.urandom(16).hex()
         frames = encode("failed", report=report, **asdict(failure))
-        self._items[report] = _Unacknowledged(group_id=f"{failure.number:08d}", frames=frames)
+        self._items[report] = _Unacknowledged(number=failure.number, frames=frames)
 
     def handle(self, message: Message) -> None:
         """Record a receipt; other messages are ignored."""
@@ -212,21 +230,19 @@ class Outbox:
             return
         del self._items[message["episode_id"]]
         if status.startswith("dropped") and status != "dropped_outdated":
-            self.dropped.add(number_of(item.group_id))
+            self.dropped.add(item.number)
         if status == "dropped_invalid":
             self.warn(f"replay: episode {message['episode_id']} was dropped: {message['reason']}")
 
     def send_due(self) -> None:
         """Send without waiting everything that the replay does not have."""
-        server_id, now = self._link.server_id, time.monotonic()
-        if not server_id or self._link.stopped:
+        if self._link.stopped:
             return
         for item in self._items.values():
-            again = item.sent_at + (HELD_RESEND_AFTER if item.held else RESEND_AFTER)
-            if item.server_id != server_id or now >= again:
+            if self._link.due(item.sent, HELD_RESEND_AFTER if item.held else RESEND_AFTER):
                 if not self._link.send_frames(item.frames):
                     return
-                item.server_id, item.sent_at, item.held = server_id, now, False
+                item.sent, item.held = self._link.sent(), False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,12 +262,11 @@ def ask_settings(endpoint: str, name: str, security: ClientKeys | None, timeout:
         WireError: It speaks another schema version, or garbage.
     """
     link = Connection(endpoint, VISITOR, name, 0, security, RunIdentity(secret=_secret_next_to(endpoint)))
-    until, asked_at = time.monotonic() + timeout, -float("inf")
+    until, asked = time.monotonic() + timeout, NOT_SENT
     try:
-        while (now := time.monotonic()) < until:
-            if link.server_id and now - asked_at >= PING_EVERY:
-                asked_at = now
-                link.send_now("settings", name=name)
+        while time.monotonic() < until:
+            if link.due(asked, PING_EVERY) and link.send_now("settings", name=name):
+                asked = link.sent()
             for message in link.exchange(0.1):
                 if message.kind == "settings_reply":
                     identity = RunIdentity(secret=message["secret"], attempt=message["attempt"])

@@ -81,7 +81,7 @@ class InProcessActorPort:
         """See `ActorPort`."""
         self._replay.report(self._name, metrics)
 
-    def close(self, deadline: float) -> None:
+    def close(self, timeout: float) -> None:
         """See `ActorPort`. Nothing is in flight."""
 
 

@@ -226,8 +226,8 @@ class ActorPort(Protocol):
         """True if the learner ended the run."""
         ...
 
-    def close(self, deadline: float) -> None:
-        """Deliver unacknowledged episodes within `deadline` seconds, then leave."""
+    def close(self, timeout: float) -> None:
+        """Deliver unacknowledged episodes within `timeout` seconds, then leave."""
 
 
 class LearnerPort(Protocol):

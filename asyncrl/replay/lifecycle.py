@@ -109,7 +109,7 @@ class GroupLifecycle:
 
     def set_aside(self, number: int, why: str) -> None:
         """Close a ready group that the learner cannot use; keep its file in another folder."""
-        self.drop(number, "dropped_unusable", stored=True, reason=why[:1000])
+        self.drop(number, "dropped_unusable", reason=why[:1000])
         kept = self.store.set_aside(number)
         self.notify(
             f"group {number} is set aside, the learner cannot use it: {why[:300]}. Its file is kept: "
@@ -121,23 +121,21 @@ class GroupLifecycle:
         number: int,
         status: ReceiptStatus,
         *,
-        stored: bool = False,
         failure: GroupFailure | None = None,
         reason: str = "",
     ) -> None:
         """Give a group up. A number that is granted again loses its file before the event is written."""
         limiter = self.state.limiter
-        stored = stored or number in limiter.ready
-        group = limiter.open.get(number)
+        group, group_file = limiter.open.get(number), self.store.group_files.get(number)
         episodes = list(group.members.values()) if group else []
-        count, decisions = len(episodes), sum(len(episode.policy_versions) for episode in episodes)
-        task = episodes[0].task if episodes else ""
-        if stored:
-            group_file = self.store.group_files.get(number)
-            count, decisions = limiter.group_size, 0
-            if group_file is not None:
-                count, decisions = group_file.attributes["group_size"], group_file.decisions
-            task = group_file.attributes["task"] if group_file else ""
+        if group is not None:
+            count, decisions = len(episodes), sum(len(episode.policy_versions) for episode in episodes)
+            task = episodes[0].task if episodes else ""
+        elif group_file is not None:
+            count, decisions = group_file.attributes["group_size"], group_file.decisions
+            task = group_file.attributes["task"]
+        else:
+            count, decisions, task = limiter.group_size, 0, ""
         self.disk.over(number)
         if limiter.grants_again(number, status):
             self.store.remove(number)
@@ -146,7 +144,7 @@ class GroupLifecycle:
                 dropped=number,
                 status=status,
                 episodes=count,
-                stored=stored,
+                stored=group is None,
                 decisions=decisions,
                 task=task,
                 version=limiter.version,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 
+from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.sections import ReplaySettings
 from asyncrl.records import Episode, Sampling
 from asyncrl.replay.admission import Expected, Refusal, refusal
@@ -27,11 +28,8 @@ class Limiter(GroupTable):
     def __init__(
         self,
         settings: ReplaySettings,
+        algorithm: AlgorithmSettings,
         *,
-        group_size: int,
-        groups_per_update: int,
-        filter_groups: bool = False,
-        sampling: Sampling | None = None,
         episode_format: EpisodeFormat = ANY_FORMAT,
         resume_window: int = 20,
         clock: Callable[[], float] = time.monotonic,
@@ -39,8 +37,9 @@ class Limiter(GroupTable):
         """Start without groups; a resume can reopen those closed in the last `resume_window` versions."""
         super().__init__(resume_window=max(resume_window, settings.max_lag))
         self.settings, self.max_lag, self.clock = settings, settings.max_lag, clock
-        self.group_size, self.groups_per_update = group_size, groups_per_update
-        self.filter_groups, self.sampling = filter_groups, sampling
+        self.group_size, self.groups_per_update = algorithm.group_size, algorithm.groups_per_update
+        self.filter_groups = algorithm.filter_groups
+        self.sampling = Sampling(algorithm.temperature, algorithm.top_k)
         self.episode_format = episode_format
         self.heartbeat_timeout = settings.heartbeat_timeout
         self._heartbeats: dict[str, float] = {}
@@ -63,7 +62,7 @@ class Limiter(GroupTable):
 
     def matches_run(self, group: GroupFile) -> bool:
         """True if a group has the run's size, world and sampling."""
-        same = self.sampling in (None, group.sampling) and group.attributes["group_size"] == self.group_size
+        same = group.sampling == self.sampling and group.attributes["group_size"] == self.group_size
         return same and self.episode_format.world_version in (None, group.world_version)
 
     def record_heartbeat(self, actor: str) -> None:
@@ -124,14 +123,13 @@ class Limiter(GroupTable):
         self.remove(number)
         self.open[number] = group
 
-    def expected(self, actor: str | None = None) -> Expected:
+    def expected(self, newest_version: int, actor: str | None = None) -> Expected:
         """Return the properties that an episode of this actor must have; None: of any actor."""
-        # The learner publishes a version before it reports it here; the next update needs a batch first.
         return Expected(
             format=self.episode_format,
             group_size=self.group_size,
             sampling=self.sampling,
-            newest_version=self.version + 1,
+            newest_version=newest_version,
             actor=actor,
         )
 
@@ -164,7 +162,8 @@ class Limiter(GroupTable):
             return receipt("dropped_outdated", "its group was given up, and granted again since")
         if not self.owns(number, actor):
             return receipt("dropped_invalid", f"group {number} was granted to another actor", "grant")
-        refused = refusal(episode, self.expected(actor))
+        # The learner publishes a version before it reports it here; the next update needs a batch first.
+        refused = refusal(episode, self.expected(self.version + 1, actor))
         if refused is None and (problem := group.mismatch(episode)) is not None:
             refused = Refusal("content", problem)
         if refused is not None:

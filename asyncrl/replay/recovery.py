@@ -85,7 +85,7 @@ def _give_up_unrecorded(lifecycle: GroupLifecycle, lost_ledger: str) -> None:
     state = lifecycle.state
     numbers = sorted(state.limiter.ready)
     for number in numbers:
-        lifecycle.drop(number, "dropped_unrecorded", stored=True)
+        lifecycle.drop(number, "dropped_unrecorded")
     state.commit(LedgerLost(ledger_lost=lost_ledger))
     lifecycle.notify(
         f"the replay's {lifecycle.store.ledger.path.name} is not what it was when the checkpoint was "
@@ -109,8 +109,7 @@ def roll_back_to(lifecycle: GroupLifecycle, version: int, *, in_turns: bool) -> 
         state.commit(Ready(ready=number))
         state.make_ready(number, stored[number])
     for number, status in drop.items():
-        was_stored = number not in state.limiter.open
-        lifecycle.drop(number, status, stored=was_stored)
+        lifecycle.drop(number, status)
 
 
 def count_successes(lifecycle: GroupLifecycle) -> None:
@@ -135,6 +134,6 @@ def _recover_ready(lifecycle: GroupLifecycle) -> None:
         if limiter.filter_groups and limiter.matches_run(group):
             episodes = lifecycle.store.load(number)
             if episodes is None:
-                lifecycle.drop(number, "dropped_invalid", stored=True)
+                lifecycle.drop(number, "dropped_invalid")
             elif has_no_signal(episodes):
                 lifecycle.filter(number)

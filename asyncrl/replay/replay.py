@@ -17,7 +17,7 @@ from asyncrl.errors import WireError
 from asyncrl.messaging.episode_codec import scalars_of
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability.metrics import Metric, reduce
-from asyncrl.records import Episode, Sampling
+from asyncrl.records import Episode
 from asyncrl.replay.admission import RefusedActors, is_start_of
 from asyncrl.replay.events import ActorStarted, LearnerStarted, Refused
 from asyncrl.replay.groups import number_of
@@ -54,23 +54,10 @@ def open_replay(
     """Open the replay of a run and recover its folder."""
     ledger = start.ledger
     lost_ledger = "" if ledger is None or begins_with(folder / LEDGER, ledger) else ledger.sha256
-    store = EpisodeStore(
-        folder,
-        group_size=algorithm.group_size,
-        max_bytes=int(settings.max_gigabytes * 1e9),
-        warn=warn,
-    )
-    limiter = Limiter(
-        settings,
-        group_size=algorithm.group_size,
-        groups_per_update=algorithm.groups_per_update,
-        filter_groups=algorithm.filter_groups,
-        sampling=Sampling(algorithm.temperature, algorithm.top_k),
-        episode_format=start.episodes,
-        resume_window=resume_window,
-    )
-    max_filtered = MAX_FILTERED_BATCHES * algorithm.groups_per_update
-    return Replay(store, limiter, warn, max_filtered=max_filtered, lost_ledger=lost_ledger)
+    max_bytes = int(settings.max_gigabytes * 1e9)
+    store = EpisodeStore(folder, group_size=algorithm.group_size, max_bytes=max_bytes, warn=warn)
+    limiter = Limiter(settings, algorithm, episode_format=start.episodes, resume_window=resume_window)
+    return Replay(store, limiter, warn, lost_ledger=lost_ledger)
 
 
 class Replay:
@@ -82,10 +69,9 @@ class Replay:
         limiter: Limiter,
         warn: Callable[[str], None] = print,
         *,
-        max_filtered: int = 160,
         lost_ledger: str = "",
     ) -> None:
-        self.store, self._max_filtered = store, max_filtered
+        self.store = store
         self.state = ReplayState(store.ledger, limiter, store.made_with)
         self.refused_actors = RefusedActors()
         self.lifecycle = GroupLifecycle(store, self.state, warn)
@@ -128,7 +114,6 @@ class Replay:
         The same `request_number` >= 0 gets the same grant.
         """
         state = self.state
-        state.session.actors.setdefault(actor, "")
         self.maintain()
         if (grant := state.limiter.find_grant(actor, request_number)) is not None:
             return grant
@@ -219,7 +204,7 @@ class Replay:
         """Reason why the filter ends the run, which is no failure; empty while there is hope."""
         limiter, filtered = self.state.limiter, self.state.filtered
         ready, needed = len(limiter.ready), limiter.groups_per_update
-        if filtered.groups < self._max_filtered or ready >= needed:
+        if filtered.groups < MAX_FILTERED_BATCHES * needed or ready >= needed:
             return ""
         found = f", and only {ready} of the {needed} groups of a batch differ" if ready else ""
         return (

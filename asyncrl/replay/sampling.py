@@ -109,7 +109,7 @@ class BatchChooser:
             return None
         if group.damaged:
             self._put_away(number, group.damaged)
-            self._lifecycle.drop(number, "dropped_invalid", stored=True)
+            self._lifecycle.drop(number, "dropped_invalid")
         elif group.unusable is not None:
             self.forget(number)
             self._lifecycle.set_aside(number, group.unusable)
@@ -172,7 +172,7 @@ class BatchChooser:
             return
         group_file = self._store.group_files[number]
         keep = keep or self._kept_bytes + group_file.size <= self._max_bytes
-        expected = replace(self._state.limiter.expected(), newest_version=self._state.limiter.version)
+        expected = self._state.limiter.expected(self._state.limiter.version)
 
         def check(group: Sequence[Episode]) -> str | None:
             return unusable(group, f"{number:08d}", expected)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, fields
-from typing import Final
+from typing import Any, Final
 
 import zmq
 
@@ -223,19 +223,19 @@ class ReplayServer:
         if wanted is None:
             return
         numbers = self.replay.choose(wanted["groups"], wanted["version"], wanted["request"])
-        if numbers is None and self.replay.batches.reading:
+        answer: dict[str, Any] = {"request": wanted["request"]}
+        if numbers is not None:
+            kind, answer["numbers"] = "chosen", numbers
+        elif self.replay.batches.reading:
             return
-        if numbers is None:
-            why = self.replay.exhausted_reason[:4000]
-            if why and self.sender.send(self.peers.learner, "refused", reason=why):
-                self._sample_request = None
-            elif end := self.replay.nothing_to_learn:
-                about = {"request": wanted["request"], "reason": end}
-                if self.sender.send(self.peers.learner, "nothing_to_learn", **about):
-                    self._sample_request = None
+        elif why := self.replay.exhausted_reason:
+            kind, answer = "refused", {"reason": why[:4000]}
+        elif why := self.replay.nothing_to_learn:
+            kind, answer["reason"] = "nothing_to_learn", why
+        else:
             return
-        if self.sender.send(self.peers.learner, "chosen", request=wanted["request"], numbers=numbers):
-            self._sample_request = None  # Else the next pass gives it the same batch.
+        if self.sender.send(self.peers.learner, kind, **answer):
+            self._sample_request = None  # Else the next pass gives it the same answer.
 
     def _dispatch(self, peer: bytes, message: Message) -> None:
         actor, from_learner = self.peers.actors.get(peer), peer == self.peers.learner

@@ -223,16 +223,19 @@ def test_filtered_groups_are_deleted_beyond_the_size_limit_and_stay_counted(tmp_
     assert replay.status()[s.REPLAY_SUCCESS] == 1.0
 
 
-def test_too_many_filtered_groups_in_a_row_end_the_run(tmp_path: Path) -> None:
+def test_too_many_filtered_groups_in_a_row_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.replay.replay.MAX_FILTERED_BATCHES", 3)
     outcomes = (True, True)
-    replay = open_filter(tmp_path, per_update=2, max_filtered=6)
+    replay = open_filter(tmp_path, per_update=2)
     replay.begin("learner", 0)
     for number in range(5):
         granted(replay)
         push(replay, number, outcomes)
         assert replay.nothing_to_learn == ""
     replay.close()
-    replay = open_filter(tmp_path, per_update=2, max_filtered=6)
+    replay = open_filter(tmp_path, per_update=2)
     replay.begin("learner", 0)  # The replay was restarted, the learner was not: the count goes on.
     push(replay, min(replay.state.limiter.open), outcomes)
     assert replay.nothing_to_learn.startswith(
@@ -243,9 +246,10 @@ def test_too_many_filtered_groups_in_a_row_end_the_run(tmp_path: Path) -> None:
 
 
 def test_a_batch_begins_the_count_of_filtered_groups_anew_and_one_that_is_full_is_used(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replay = open_filter(tmp_path, per_update=2, max_filtered=2)
+    monkeypatch.setattr("asyncrl.replay.replay.MAX_FILTERED_BATCHES", 1)
+    replay = open_filter(tmp_path, per_update=2)
     replay.begin("learner", 0)
     numbers = granted(replay)
     push(replay, numbers[0], (True, False))
@@ -262,7 +266,7 @@ def test_a_batch_begins_the_count_of_filtered_groups_anew_and_one_that_is_full_i
 
 
 def test_in_turns_a_run_with_nothing_to_learn_ends_instead_of_waiting(tmp_path: Path) -> None:
-    replay = open_filter(tmp_path, per_update=2, max_filtered=20)
+    replay = open_filter(tmp_path, per_update=2)
     port = InProcessLearnerPort(replay, imagine=lambda: dream.round())
     dream = Dream(replay)
     dream.imagine = lambda grant, member: make_episode(  # type: ignore[method-assign]

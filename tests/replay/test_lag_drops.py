@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.sections import ReplaySettings
 from asyncrl.replay.limiter import Limiter
 from support.replay import ready
@@ -49,8 +50,8 @@ class SimulatedActor:
 def simulate(actors: int, per_update: int, max_lag: int, *, updates: int) -> tuple[list[int], int]:
     """Run `updates` of two rounds each; return the numbers used, in order, and how many were dropped."""
     random.seed(0)
-    settings = ReplaySettings(max_lag=max_lag)
-    limiter = Limiter(settings, group_size=GROUP, groups_per_update=per_update, clock=lambda: 0.0)
+    algorithm = AlgorithmSettings(group_size=GROUP, groups_per_update=per_update)
+    limiter = Limiter(ReplaySettings(max_lag=max_lag), algorithm, clock=lambda: 0.0)
     crew = [SimulatedActor(slots=32) for _ in range(actors)]
     began: dict[int, list[int]] = {}
     used: list[int] = []

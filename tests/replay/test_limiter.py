@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics_system import ACTOR_DECISIONS
-from asyncrl.records import Sampling
 from asyncrl.replay.interface import ReceiptStatus
 from asyncrl.replay.replay import Replay
 from support.episodes import make_episode
@@ -159,7 +158,7 @@ def test_a_grant_outlives_its_deadline_while_its_actor_imagines_and_not_while_it
 
 def test_a_resume_with_another_temperature_imagines_again_what_was_ready(tmp_path: Path) -> None:
     def opened(temperature: float) -> Replay:
-        return make_replay(tmp_path, make_limiter(sampling=Sampling(temperature, 0), per_update=1))
+        return make_replay(tmp_path, make_limiter(temperature=temperature, per_update=1))
 
     replay = opened(1.0)
     replay.begin("before", 0)

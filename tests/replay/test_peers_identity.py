@@ -93,7 +93,7 @@ def test_an_actor_of_an_earlier_start_is_told_so(tmp_path: Path, endpoint: str) 
         actor = ZmqActorPort(endpoint, "a", identity=replace(OURS, attempt=2))
         with pytest.raises(AttemptEnded, match="start 3 of the run"):
             actor.acquire_groups(1, 10.0)
-        actor.abandon()
+        actor.leave(0.0)
         late = ZmqActorPort(endpoint, "b", identity=replace(OURS, attempt=4))
         with pytest.raises(ReplayError, match="newer start"):
             late.acquire_groups(1, 10.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.sections import ReplaySettings
 from asyncrl.records import Episode, Sampling
 from asyncrl.replay.group_file import GroupFile
@@ -54,14 +55,12 @@ def make_limiter(
     group_size: int = 2,
     per_update: int = 2,
     max_lag: int = 1,
-    sampling: Sampling | None = None,
+    temperature: float = 1.0,
     clock: Clock | None = None,
 ) -> Limiter:
     return Limiter(
         ReplaySettings(max_lag=max_lag, group_timeout=30.0, keep_video_every=3),
-        group_size=group_size,
-        groups_per_update=per_update,
-        sampling=sampling,
+        AlgorithmSettings(group_size=group_size, groups_per_update=per_update, temperature=temperature),
         clock=clock or Clock(),
     )
 
@@ -89,18 +88,15 @@ def open_replay(
     max_bytes: int = 10**9,
     filtering: bool = False,
     horizon: int = 20,
-    max_filtered: int = 10**9,
 ) -> Replay:
     """A replay of groups of two; no group is too late for it."""
     limiter = Limiter(
         ReplaySettings(max_lag=max_lag, group_timeout=1e6),
-        group_size=2,
-        groups_per_update=per_update,
-        filter_groups=filtering,
+        AlgorithmSettings(group_size=2, groups_per_update=per_update, filter_groups=filtering),
         resume_window=horizon,
         clock=Clock(),
     )
-    return Replay(EpisodeStore(folder, group_size=2, max_bytes=max_bytes), limiter, max_filtered=max_filtered)
+    return Replay(EpisodeStore(folder, group_size=2, max_bytes=max_bytes), limiter)
 
 
 def group_of(number: int, image: int = 4) -> list:
