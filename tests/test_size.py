@@ -24,7 +24,7 @@ CEILINGS = {
     "messaging": (1060, 6),
     "observability": (2712, 12),
     "policies": (3140, 14),
-    "replay": (4435, 19),
+    "replay": (4420, 19),
     "replay_tools": (1735, 9),
     "rewards": (589, 5),
     "simulators": (4215, 22),
