@@ -188,11 +188,7 @@ class ActorSide:
 
         paces = self.work.run(seconds, swap)
         return Paces(
-            steps=paces.steps,
-            seconds=paces.seconds,
-            longest=paces.longest,
-            swaps=swaps,
-            swap_longest=longest,
+            steps=paces.steps, seconds=paces.seconds, longest=paces.longest, swaps=swaps, swap_longest=longest
         )
 
     def leave(self) -> None:

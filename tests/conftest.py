@@ -13,7 +13,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # Workers would take each other's cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
-from asyncrl.actors.imagination import Imagination
+from asyncrl.actors.imagination import WorldBackend
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.replay.server import ReplayServer
@@ -41,11 +41,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module")
-def imagination() -> Imagination:
+def imagination() -> WorldBackend:
     policy, world = small_policy(), nano_wan(2, version=5)
     config = RewardConfig.tiny(TASKS)
     sampling = SamplingParams(temperature=1.3, top_k=20)
-    return Imagination(policy, world, ResNetReward(RewardNetwork(config), config), sampling)
+    return WorldBackend(policy, world, ResNetReward(RewardNetwork(config), config), sampling)
 
 
 @pytest.fixture

@@ -147,10 +147,7 @@ def test_the_picture_and_the_film_show_stored_and_imagined_frames(
         (lambda run: ["99"], "has no file of group 99"),
         (lambda run: ["0", "--rows", "-1"], "--rows is -1"),
         (lambda run: ["0", "--out", "again.gif"], "must end in .png"),
-        (
-            lambda run: ["0", "--start-states", str(other_states(run, named="start"))],
-            "does not look like",
-        ),
+        (lambda run: ["0", "--start-states", str(other_states(run, named="start"))], "does not look like"),
         (lambda run: ["0", "--start-states", str(other_states(run, named="else"))], "is not among the 8"),
         (lambda run: [(run / "config.json").unlink(), "0"][1:], "has no config.json"),
     ],

@@ -11,29 +11,29 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CEILINGS = {
-    "": (1020, 8),
-    "actors": (1300, 5),
-    "commands": (3172, 15),
+    "": (1010, 8),
+    "actors": (1260, 5),
+    "commands": (3160, 15),
     "config": (1260, 7),
-    "devices": (580, 5),
+    "devices": (570, 5),
     "doctor": (1359, 7),
     "evaluation": (1003, 6),
-    "fitting": (4207, 17),
-    "launch": (5180, 23),
-    "learner": (3730, 17),
+    "fitting": (4200, 17),
+    "launch": (5150, 23),
+    "learner": (3670, 17),
     "messaging": (1060, 6),
-    "observability": (2712, 12),
-    "policies": (3140, 14),
-    "replay": (4420, 19),
-    "replay_tools": (1735, 9),
+    "observability": (2710, 12),
+    "policies": (3130, 14),
+    "replay": (4410, 19),
+    "replay_tools": (1730, 9),
     "rewards": (589, 5),
     "simulators": (4215, 22),
-    "storage": (2617, 12),
+    "storage": (2600, 12),
     "weights": (2500, 12),
-    "worlds": (5858, 25),
+    "worlds": (5840, 25),
 }
 """Package (empty: the top level) -> most lines and modules."""
-MOST_TEST_LINES = 48906
+MOST_TEST_LINES = 48_703
 MOST_BENCHMARK_LINES = 3_500
 LONGEST_FILE, LONGEST_FUNCTION = 440, 60
 HOT_PATH = ("actors", "learner", "replay/limiter.py", "records.py")

@@ -58,7 +58,7 @@ class EndRule:
     success_frames: SuccessFrames = 1
 
 
-class Imagination(Backend[State]):
+class WorldBackend(Backend[State]):
     """Policy, world and reward model; stages hold the world's state of their episodes."""
 
     def __init__(

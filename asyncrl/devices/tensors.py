@@ -74,9 +74,7 @@ Multiply = Callable[[Tensor, Tensor], Tensor]
 
 
 def check_matrix_products(
-    device: torch.device,
-    multiply: Multiply = torch.matmul,
-    sizes: Sequence[tuple[int, int, int]] = SIZES,
+    device: torch.device, multiply: Multiply = torch.matmul, sizes: Sequence[tuple[int, int, int]] = SIZES
 ) -> float:
     """Return the largest error of bfloat16 products of the policies' sizes, or raise ConfigError."""
     errors = [0.0]

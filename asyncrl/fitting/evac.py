@@ -22,13 +22,7 @@ from torch import Tensor, nn
 
 from asyncrl.devices.tensors import to_device, to_signed
 from asyncrl.errors import ConfigError, first_line
-from asyncrl.fitting.autoencoder import (
-    REDUCTION,
-    FrameByFrameFit,
-    Latents,
-    pieces,
-    window_rows,
-)
+from asyncrl.fitting.autoencoder import REDUCTION, FrameByFrameFit, Latents, pieces, window_rows
 from asyncrl.fitting.loop import BatchSource, Schedule, minimise, prepared, prepared_network
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.world import Size, WorldOptions, check_picture_size, check_recordings
@@ -63,7 +57,7 @@ CAMERAS: Final = {
         quaternion=(-0.66444, -0.66444, 0.24191, 0.24191),
         flipped=False,
         reach=0.0,
-    ),
+    )
 }
 """First camera of simulators, by the beginning of their names."""
 _CHANNELS: Final = {"tiny": 32, "small": 64}

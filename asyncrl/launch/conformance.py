@@ -22,14 +22,7 @@ from asyncrl.learner.interface import describe_tensor
 from asyncrl.policies.interface import ActResult, Policy, SamplingParams
 from asyncrl.records import POSE_DIM, StartState
 from asyncrl.rewards.interface import RewardModel
-from asyncrl.simulators.interface import (
-    Seen,
-    Simulator,
-    SimulatorSpec,
-    Stepped,
-    random_start,
-    stored_start,
-)
+from asyncrl.simulators.interface import Seen, Simulator, SimulatorSpec, Stepped, random_start, stored_start
 from asyncrl.worlds.interface import World
 
 SAMPLING: Final = SamplingParams(temperature=1.0)

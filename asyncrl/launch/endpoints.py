@@ -15,13 +15,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.job import Hosts, Job
 from asyncrl.launch.placement import Placement
-from asyncrl.messaging.keys import (
-    ClientKeys,
-    ServerKeys,
-    create_keys,
-    load_client_keys,
-    load_server_keys,
-)
+from asyncrl.messaging.keys import ClientKeys, ServerKeys, create_keys, load_client_keys, load_server_keys
 from asyncrl.messaging.sockets import (
     IDENTITY,
     PREFIX,

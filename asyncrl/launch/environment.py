@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.actors.actor import Actor
-from asyncrl.actors.imagination import EndRule, Imagination
+from asyncrl.actors.imagination import EndRule, WorldBackend
 from asyncrl.actors.slots import split_slots
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import WorldDefaults
@@ -201,7 +201,7 @@ def _starts(config: TrainConfig, size: int) -> list[StartState]:
 
 def open_backend(
     config: TrainConfig, policy: Policy, device: torch.device
-) -> tuple[Imagination[Any] | SimulatorBackend, StartStateStream | TrainingStarts]:
+) -> tuple[WorldBackend[Any] | SimulatorBackend, StartStateStream | TrainingStarts]:
     """Join the policy with its world on `device`, or start its simulators; close it when the actor is done.
 
     Returns:
@@ -217,7 +217,7 @@ def open_backend(
     return build_imagination(config, policy, environment), starts
 
 
-def build_imagination(config: TrainConfig, policy: Any, environment: Environment) -> Imagination[Any]:
+def build_imagination(config: TrainConfig, policy: Any, environment: Environment) -> WorldBackend[Any]:
     """Join the models of an actor; compiled, and at a fixed shape, with these settings."""
     rows, world = rows_of_a_pass(config), environment.world
     if config.imagination.compile:
@@ -227,7 +227,7 @@ def build_imagination(config: TrainConfig, policy: Any, environment: Environment
         world.compile(rows)
     if config.imagination.fixed_shape and hasattr(policy, "fix_prompts"):
         policy.fix_prompts(tasks_of(environment.starts))
-    return Imagination(
+    return WorldBackend(
         policy,
         world,
         environment.reward,
@@ -248,11 +248,11 @@ def rows_of_a_pass(config: TrainConfig) -> int:
     return max(map(len, split_slots(config.actor.slots, config.actor.pipeline_stages)))
 
 
-def actor_offload(config: TrainConfig, backend: Imagination[Any] | SimulatorBackend) -> IdleOffload:
+def actor_offload(config: TrainConfig, backend: WorldBackend[Any] | SimulatorBackend) -> IdleOffload:
     """Offload an idle actor's models. What the receivers hold stays; new weights reach the copy."""
     if not config.actor.offload:
         return NO_OFFLOAD
-    policy, others = backend.policy, backend.models if isinstance(backend, Imagination) else []
+    policy, others = backend.policy, backend.models if isinstance(backend, WorldBackend) else []
     return offload_idle([policy, *others], lambda: policy.acting_tensors().values(), backend.devices)
 
 
@@ -279,7 +279,7 @@ def offload_idle(
 def build_actor(
     config: TrainConfig,
     name: str,
-    backend: Imagination[Any] | SimulatorBackend,
+    backend: WorldBackend[Any] | SimulatorBackend,
     starts: StartStateStream | TrainingStarts,
     port: ActorPort,
     receiver: Receiver,

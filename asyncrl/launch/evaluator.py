@@ -24,12 +24,7 @@ from asyncrl import registry
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.evaluation import run_checkpoints
-from asyncrl.evaluation.contact_sheet import (
-    judge,
-    unjudged,
-    write_judged_movie,
-    write_judged_sheet,
-)
+from asyncrl.evaluation.contact_sheet import judge, unjudged, write_judged_movie, write_judged_sheet
 from asyncrl.evaluation.evaluate import (
     Evaluation,
     acting,

@@ -110,11 +110,7 @@ def interface_of(address: str) -> str:
 
 
 def meet(
-    config: TrainConfig,
-    job: Job,
-    checks: Checks,
-    *,
-    stop_requested: Callable[[], bool] = lambda: False,
+    config: TrainConfig, job: Job, checks: Checks, *, stop_requested: Callable[[], bool] = lambda: False
 ) -> tuple[Job, Hosts]:
     """Meet the other hosts; every rank calls it, and with one host it returns at once.
 

@@ -48,13 +48,7 @@ def run(asked: TrainConfig) -> int:
             try:
                 with learner_group(config, Job(), 1, device) as ranks:
                     learner = build_learner(
-                        config,
-                        start,
-                        port,
-                        publisher,
-                        log.write,
-                        ranks,
-                        stop_requested=lambda: stop.set,
+                        config, start, port, publisher, log.write, ranks, stop_requested=lambda: stop.set
                     )
                     with console.failure_noted(config, start.run_dir, learner):
                         learner.run()

@@ -137,11 +137,7 @@ def replay_main(config: TrainConfig, info: RunInfo, start: RunStart) -> None:
 
 
 def open_run_replay(
-    folder: Path,
-    config: TrainConfig,
-    warn: Callable[[str], None] = print,
-    *,
-    start: RunStart = NEW_RUN,
+    folder: Path, config: TrainConfig, warn: Callable[[str], None] = print, *, start: RunStart = NEW_RUN
 ) -> Replay:
     """Open a run's replay folder with the settings of the run; see `open_replay`."""
     return open_replay(

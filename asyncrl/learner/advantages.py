@@ -39,10 +39,7 @@ class GroupRelative:
         if self.settings.advantage_scale == "batch_std":
             _, batch_std = moments_of_all(batch.returns, ranks)
         advantages_B = group_relative_advantages(
-            batch.returns,
-            batch.group_size,
-            scale=self.settings.advantage_scale,
-            batch_std=batch_std,
+            batch.returns, batch.group_size, scale=self.settings.advantage_scale, batch_std=batch_std
         )
         return AdvantagesAndTargets(advantages_B[batch.episode][:, None, None], None)
 

@@ -21,12 +21,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.observability import process_status
-from asyncrl.policies.interface import (
-    EvaluateResult,
-    Policy,
-    PolicyInputs,
-    SamplingParams,
-)
+from asyncrl.policies.interface import EvaluateResult, Policy, PolicyInputs, SamplingParams
 from asyncrl.policies.lora import adapters_disabled, has_lora
 from asyncrl.records import Float32, Uint8
 

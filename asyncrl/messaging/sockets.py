@@ -157,9 +157,7 @@ def _limited(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[b
 
 
 def bind_router(
-    context: zmq.Context[zmq.Socket[bytes]],
-    endpoint: str,
-    security: ServerKeys | None = None,
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, security: ServerKeys | None = None
 ) -> zmq.Socket[bytes]:
     """Bind a server's socket; with keys, `context` must be `keys.admitting`, or every client is refused.
 

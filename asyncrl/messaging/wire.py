@@ -111,12 +111,7 @@ class Message:
         return self.fields[name]
 
 
-def encode(
-    kind: str,
-    episode: Episode | None = None,
-    /,
-    **fields: Any,
-) -> list[Buffer]:
+def encode(kind: str, episode: Episode | None = None, /, **fields: Any) -> list[Buffer]:
     """Encode a message as frames, by default with this version as `package`; else raise WireError."""
     if "package" in KINDS.get(kind, {}):
         fields.setdefault("package", __version__)

@@ -169,10 +169,7 @@ class Policy(nn.Module):
             ...
 
         def preprocess(
-            self,
-            frames: NDArray[np.uint8],
-            tasks: Sequence[str],
-            proprio: NDArray[np.floating] | None = None,
+            self, frames: NDArray[np.uint8], tasks: Sequence[str], proprio: NDArray[np.floating] | None = None
         ) -> Any:
             """Turn frames and B instructions into inputs of `act` and `evaluate`, opaque to all others.
 

@@ -117,12 +117,7 @@ class GroupLifecycle:
         )
 
     def drop(
-        self,
-        number: int,
-        status: ReceiptStatus,
-        *,
-        failure: GroupFailure | None = None,
-        reason: str = "",
+        self, number: int, status: ReceiptStatus, *, failure: GroupFailure | None = None, reason: str = ""
     ) -> None:
         """Give a group up. A number that is granted again loses its file before the event is written."""
         limiter = self.state.limiter

@@ -21,15 +21,7 @@ from asyncrl.records import Episode
 from asyncrl.replay.admission import RefusedActors, is_start_of
 from asyncrl.replay.events import ActorStarted, LearnerStarted, Refused
 from asyncrl.replay.groups import number_of
-from asyncrl.replay.interface import (
-    ENDLESS,
-    NEW_RUN,
-    Filling,
-    GroupFailure,
-    GroupGrant,
-    Receipt,
-    RunStart,
-)
+from asyncrl.replay.interface import ENDLESS, NEW_RUN, Filling, GroupFailure, GroupGrant, Receipt, RunStart
 from asyncrl.replay.lifecycle import GroupLifecycle
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.recovery import count_successes, recover, roll_back_to

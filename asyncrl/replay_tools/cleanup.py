@@ -16,14 +16,7 @@ from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.replay.group_file import GroupFile, read_group, read_group_file
 from asyncrl.replay.sealed_file import Codec, codec_of, opened, sealing, settings_of
 from asyncrl.replay.store import PATTERN
-from asyncrl.replay_tools.episodes import (
-    GroupOutcomes,
-    ReplayCommand,
-    read_outcomes,
-    sound,
-    warn,
-    watched,
-)
+from asyncrl.replay_tools.episodes import GroupOutcomes, ReplayCommand, read_outcomes, sound, warn, watched
 from asyncrl.storage import run_owner
 from asyncrl.storage.assets import kept
 from asyncrl.storage.atomic import flush, replacing

@@ -38,14 +38,7 @@ from asyncrl.errors import CheckpointError
 from asyncrl.observability import waits
 from asyncrl.observability.process_status import activity
 from asyncrl.storage.assets import kept, latest
-from asyncrl.storage.atomic import (
-    Checksum,
-    checksum_of_lines,
-    digest_of,
-    publish,
-    read_json,
-    unfinished,
-)
+from asyncrl.storage.atomic import Checksum, checksum_of_lines, digest_of, publish, read_json, unfinished
 from asyncrl.storage.checkpoint_state import (
     Parameters,
     Ranks,
@@ -208,12 +201,7 @@ class Checkpoints:
 
 
 def load(
-    folder: Path,
-    *,
-    optimizer: Optimizer,
-    parameters: Parameters,
-    rank: int = 0,
-    verified: bool = False,
+    folder: Path, *, optimizer: Optimizer, parameters: Parameters, rank: int = 0, verified: bool = False
 ) -> Progress:
     """Restore trained weights, optimizer and random states; frozen weights come from the policy's files."""
     state = _read_state(folder)

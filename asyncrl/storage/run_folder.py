@@ -27,14 +27,7 @@ from asyncrl.storage import run_owner
 from asyncrl.storage.assets import kept
 from asyncrl.storage.atomic import write_text
 from asyncrl.storage.run_owner import RunIdentity, RunLock
-from asyncrl.storage.untrusted import (
-    check_types,
-    kind_of,
-    load_json,
-    make_folder,
-    parse_row,
-    reading,
-)
+from asyncrl.storage.untrusted import check_types, kind_of, load_json, make_folder, parse_row, reading
 
 TIME = "{time}"
 REPLAY = "replay"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from asyncrl.actors import actor as actor_module
-from asyncrl.actors.imagination import EndRule, Imagination
+from asyncrl.actors.imagination import EndRule, WorldBackend
 from asyncrl.actors.slots import EpisodeInProgress, PendingEpisode, Slots, Stage, finished_episode
 from asyncrl.config.sections import SuccessFrames
 from asyncrl.devices.tensors import host_peak
@@ -139,14 +139,12 @@ def episode_with(scores: list[list[float]], *, keep_video: bool = False) -> Epis
 
 
 def finish(
-    episode: EpisodeInProgress,
-    max_decisions: int = 3,
-    success_frames: SuccessFrames = 1,
+    episode: EpisodeInProgress, max_decisions: int = 3, success_frames: SuccessFrames = 1
 ) -> Episode | None:
     rule = EndRule(max_decisions=max_decisions, threshold=0.9, success_frames=success_frames)
     nothing: Any = None
     world: Any = SimpleNamespace(version=0)
-    ending = Imagination(nothing, world, nothing, nothing, rule=rule).episode_end(episode)
+    ending = WorldBackend(nothing, world, nothing, nothing, rule=rule).episode_end(episode)
     if ending is None:
         return None
     return finished_episode(
@@ -261,7 +259,7 @@ def test_a_finished_episode_keeps_no_other_frames_alive() -> None:
 # ---- imagination ---------------------------------------------------------------------------------
 
 
-def imagine(models: Imagination, wanted: list[tuple[int, int]]) -> list[dict[str, np.ndarray]]:
+def imagine(models: WorldBackend, wanted: list[tuple[int, int]]) -> list[dict[str, np.ndarray]]:
     """One decision of the given (group, member) pairs, in this order of slots."""
     stage = Stage(indices=range(len(wanted)))
     slots = Slots(len(wanted), run_seed=0)
@@ -272,7 +270,7 @@ def imagine(models: Imagination, wanted: list[tuple[int, int]]) -> list[dict[str
     return [slots.episode(index).decisions[0] for index in range(len(wanted))]
 
 
-def test_an_episode_does_not_depend_on_its_neighbours(imagination: Imagination) -> None:
+def test_an_episode_does_not_depend_on_its_neighbours(imagination: WorldBackend) -> None:
     (alone,) = imagine(imagination, [(1, 1)])
     together = imagine(imagination, [(0, 0), (2, 1), (1, 1), (1, 0)])[2]
     np.testing.assert_array_equal(alone["tokens"], together["tokens"])
@@ -283,14 +281,14 @@ def test_an_episode_does_not_depend_on_its_neighbours(imagination: Imagination) 
     assert (alone["noise_seeds"], alone["policy_versions"]) == (together["noise_seeds"], 7)
 
 
-def test_siblings_share_their_start_and_nothing_else(imagination: Imagination) -> None:
+def test_siblings_share_their_start_and_nothing_else(imagination: WorldBackend) -> None:
     one, other = imagine(imagination, [(1, 0), (1, 1)])
     np.testing.assert_array_equal(one["frames"], other["frames"])
     assert (one["tokens"] != other["tokens"]).any()
     assert (one["video"] != other["video"]).any()
 
 
-def test_logprobs_are_those_of_the_policy_that_sampled(imagination: Imagination) -> None:
+def test_logprobs_are_those_of_the_policy_that_sampled(imagination: WorldBackend) -> None:
     (decision,) = imagine(imagination, [(0, 0)])
     policy = imagination.policy
     with torch.no_grad():
@@ -305,7 +303,7 @@ def test_logprobs_are_those_of_the_policy_that_sampled(imagination: Imagination)
 # ---- the loop ------------------------------------------------------------------------------------
 
 
-def test_a_round_hands_over_a_complete_group(imagination: Imagination, tmp_path: Path) -> None:
+def test_a_round_hands_over_a_complete_group(imagination: WorldBackend, tmp_path: Path) -> None:
     actor, replay, learner = actor_with(imagination, tmp_path, slots=GROUP)
     assert actor.step(wait=0.0)
     assert (list(replay.state.limiter.ready), actor.slots.live) == ([0], [])
@@ -320,7 +318,7 @@ def test_a_round_hands_over_a_complete_group(imagination: Imagination, tmp_path:
 
 
 def test_the_log_says_once_what_the_first_decision_took(
-    imagination: Imagination, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    imagination: WorldBackend, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     actor, replay, _ = actor_with(imagination, tmp_path, slots=GROUP, decisions=2)
     with caplog.at_level("INFO", logger="asyncrl.actors.actor"):
@@ -332,7 +330,9 @@ def test_the_log_says_once_what_the_first_decision_took(
     replay.close()
 
 
-def test_a_group_larger_than_the_batch_takes_several_rounds(imagination: Imagination, tmp_path: Path) -> None:
+def test_a_group_larger_than_the_batch_takes_several_rounds(
+    imagination: WorldBackend, tmp_path: Path
+) -> None:
     actor, replay, _ = actor_with(imagination, tmp_path, slots=1)
     actor.step(wait=0.0)
     assert (len(replay.state.limiter.ready), len(replay.state.limiter.open[0].members)) == (0, 1)
@@ -341,7 +341,7 @@ def test_a_group_larger_than_the_batch_takes_several_rounds(imagination: Imagina
     replay.close()
 
 
-def test_two_stages_imagine_the_same_episodes_bit_for_bit(imagination: Imagination, tmp_path: Path) -> None:
+def test_two_stages_imagine_the_same_episodes_bit_for_bit(imagination: WorldBackend, tmp_path: Path) -> None:
     """Halves of two places decide two rows at a time, as two places without halves do: equal batches."""
     found = []
     for slots, stages in ((2, 1), (4, 2)):
@@ -360,7 +360,7 @@ def test_two_stages_imagine_the_same_episodes_bit_for_bit(imagination: Imaginati
                 np.testing.assert_array_equal(array, episode_arrays(other)[name], name)
 
 
-def test_without_credit_a_round_imagines_nothing(imagination: Imagination, tmp_path: Path) -> None:
+def test_without_credit_a_round_imagines_nothing(imagination: WorldBackend, tmp_path: Path) -> None:
     actor, replay, learner = actor_with(imagination, tmp_path, slots=GROUP)
     assert actor.step(wait=0.0)
     assert not actor.step(wait=0.0)
@@ -373,7 +373,7 @@ def test_without_credit_a_round_imagines_nothing(imagination: Imagination, tmp_p
 
 
 def test_in_one_process_an_actor_that_lacks_a_version_ends_in_a_timeout_until_it_comes(
-    imagination: Imagination, tmp_path: Path
+    imagination: WorldBackend, tmp_path: Path
 ) -> None:
     actor, replay, _ = actor_with(imagination, tmp_path, slots=GROUP)
     receiver, actor.receiver = actor.receiver, Unreached()
@@ -396,7 +396,7 @@ class Unreached:
 
 
 def test_a_learner_that_left_before_its_first_version_ends_the_actor(
-    imagination: Imagination, tmp_path: Path
+    imagination: WorldBackend, tmp_path: Path
 ) -> None:
     class Closed:
         def wait_for_first(self, deadline: float) -> int:
@@ -409,7 +409,7 @@ def test_a_learner_that_left_before_its_first_version_ends_the_actor(
     replay.close()
 
 
-def test_a_run_that_is_over_ends_the_actor(imagination: Imagination, tmp_path: Path) -> None:
+def test_a_run_that_is_over_ends_the_actor(imagination: WorldBackend, tmp_path: Path) -> None:
     actor, replay, learner = actor_with(imagination, tmp_path, slots=GROUP)
     learner.stop()
     actor.run()
@@ -418,7 +418,7 @@ def test_a_run_that_is_over_ends_the_actor(imagination: Imagination, tmp_path: P
 
 
 def test_an_actor_reports_how_full_its_slots_are_and_how_many_steps_are_of_use(
-    imagination: Imagination, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    imagination: WorldBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actor_module, "FIRST_REPORT", 0.0)
     actor, _, _ = actor_with(imagination, tmp_path, slots=4, decisions=2)

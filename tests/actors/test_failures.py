@@ -23,15 +23,7 @@ from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.interface import GroupFailure
 from asyncrl.replay.state import COUNTERS, Quarantine
 from support.episodes import make_episode
-from support.failing_models import (
-    GROUP,
-    NAN,
-    Poisoned,
-    counts,
-    episodes_of,
-    inline_run,
-    named,
-)
+from support.failing_models import GROUP, NAN, Poisoned, counts, episodes_of, inline_run, named
 from support.replay import next_batch
 from support.replay_server import ScriptedSocket, acquire, kill, start_server, until
 from support.tiny_models import start_state, write_models

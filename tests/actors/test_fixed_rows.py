@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.actors.imagination import Imagination
+from asyncrl.actors.imagination import WorldBackend
 from asyncrl.actors.slots import PendingEpisode, Slots, Stage
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, ImaginationSettings
@@ -28,14 +28,14 @@ def environment() -> Environment:
     return build_world_model(TrainConfig(), CPU)
 
 
-def models(environment: Environment, *, fixed_shape: bool) -> Imagination[Any]:
+def models(environment: Environment, *, fixed_shape: bool) -> WorldBackend[Any]:
     config = TrainConfig(
         actor=ActorSettings(slots=SLOTS), imagination=ImaginationSettings(fixed_shape=fixed_shape)
     )
     return build_imagination(config, build_policy(config, CPU), environment)
 
 
-def imagine(models: Imagination[Any], environment: Environment, wanted: list[tuple[int, int]]) -> Episode:
+def imagine(models: WorldBackend[Any], environment: Environment, wanted: list[tuple[int, int]]) -> Episode:
     """Two decisions of the last of the given (group, member) pairs, the others in the slots before it."""
     stage, slots = Stage[Any](indices=range(SLOTS)), Slots(SLOTS, run_seed=0)
     for number, member in wanted:
@@ -70,7 +70,7 @@ def test_at_a_fixed_shape_no_bit_of_an_episode_depends_on_how_many_are_beside_it
 
 
 def test_at_a_fixed_shape_no_bit_of_a_decision_depends_on_the_length_of_its_neighbours_instructions(
-    imagination: Imagination[Any],
+    imagination: WorldBackend[Any],
 ) -> None:
     policy: Any = imagination.policy
     short, long = "lift it", TASKS[0]

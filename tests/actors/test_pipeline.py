@@ -22,13 +22,7 @@ from asyncrl.episode_layout import episode_arrays
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.observability import metrics_system as m
 from asyncrl.records import Episode
-from support.failing_models import (
-    Poisoned,
-    RowModels,
-    RowState,
-    episodes_of,
-    inline_run,
-)
+from support.failing_models import Poisoned, RowModels, RowState, episodes_of, inline_run
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.actors.actor import Actor
-from asyncrl.actors.imagination import EndRule, Imagination
+from asyncrl.actors.imagination import EndRule, WorldBackend
 from asyncrl.config.sections import ActorSettings
 from asyncrl.episode_layout import TOKENS, episode_arrays
 from asyncrl.launch.roles import open_run_replay
@@ -96,7 +96,7 @@ def actor_on(folder: Path, policy: torch.device, world: torch.device, *, stages:
     publisher, receiver = build_in_process()
     publisher.publish(models.acting_tensors(), 0)
     settings = ActorSettings(slots=8, pipeline_stages=stages, max_decisions=3)
-    imagination = Imagination(
+    imagination = WorldBackend(
         models,
         models,
         models,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.actors.actor import Actor
-from asyncrl.actors.imagination import Imagination
+from asyncrl.actors.imagination import WorldBackend
 from asyncrl.config.sections import ImaginationSettings
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
@@ -54,7 +54,7 @@ class Slowed:
         return drawn
 
 
-def models_on(device: torch.device, kind: str, folder: Path) -> Imagination[Any]:
+def models_on(device: torch.device, kind: str, folder: Path) -> WorldBackend[Any]:
     """Tiny models with random weights, the world read from its folder."""
     torch.manual_seed(0)
     WORLDS[kind](folder)
@@ -63,7 +63,7 @@ def models_on(device: torch.device, kind: str, folder: Path) -> Imagination[Any]
     config = RewardConfig.tiny(TASKS)
     reward = ResNetReward(RewardNetwork(config), config, device=device)
     sampling = SamplingParams(temperature=1.0)
-    return Imagination(policy, world, reward, sampling, policy_device=device, world_device=device)
+    return WorldBackend(policy, world, reward, sampling, policy_device=device, world_device=device)
 
 
 def made(actor: Actor) -> list[int]:

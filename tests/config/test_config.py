@@ -286,8 +286,7 @@ def test_a_setting_that_is_gone_is_left_out_of_the_settings_of_an_older_run(tmp_
 )
 def test_auto_follows_from_the_lag_that_holds(max_lag, chosen, holds) -> None:
     config = TrainConfig(
-        replay=ReplaySettings(max_lag=max_lag),
-        correction=CorrectionSettings(trust_region=chosen),
+        replay=ReplaySettings(max_lag=max_lag), correction=CorrectionSettings(trust_region=chosen)
     )
     assert config.trust_region == holds
 

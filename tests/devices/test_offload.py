@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.actors.actor import Actor, ActorTelemetry
-from asyncrl.actors.imagination import Imagination
+from asyncrl.actors.imagination import WorldBackend
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, LearnerSettings
 from asyncrl.devices import offload
@@ -243,7 +243,7 @@ def idle_until_offloaded(actor: Actor, offloaded: OffloadedTensors) -> None:
         assert time.monotonic() < until
 
 
-def two_versions(models: Imagination, folder: Path, *, offload: bool) -> list[Episode]:
+def two_versions(models: WorldBackend, folder: Path, *, offload: bool) -> list[Episode]:
     """A group of version 0 and, after a wait for credit, one of version 1, whose weights are others."""
     original = {name: tensor.clone() for name, tensor in models.policy.trainable_tensors().items()}
     actor, replay, learner = actor_with(models, folder, slots=GROUP)
@@ -273,7 +273,7 @@ def two_versions(models: Imagination, folder: Path, *, offload: bool) -> list[Ep
 
 
 def test_an_actor_that_was_parked_imagines_what_it_would_have_imagined(
-    imagination: Imagination, tmp_path: Path
+    imagination: WorldBackend, tmp_path: Path
 ) -> None:
     plain = two_versions(imagination, tmp_path / "plain", offload=False)
     found = two_versions(imagination, tmp_path / "offload", offload=True)
@@ -284,7 +284,7 @@ def test_an_actor_that_was_parked_imagines_what_it_would_have_imagined(
 
 
 def test_an_actor_reports_what_it_parked(
-    imagination: Imagination, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    imagination: WorldBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("asyncrl.actors.actor.REPORT_EVERY", 0.0)
     actor, replay, _ = actor_with(imagination, tmp_path, slots=GROUP)

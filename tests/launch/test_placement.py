@@ -98,11 +98,7 @@ def test_policies_of_actors_on_two_devices_are_actors():
 @pytest.mark.parametrize(
     ("text", "ranks", "message"),
     [
-        (
-            "learner=0,critic=1",
-            2,
-            "the role 'critic', but there are only learner, actor, policy, world",
-        ),
+        ("learner=0,critic=1", 2, "the role 'critic', but there are only learner, actor, policy, world"),
         ("learner=0,policy=1", 2, "names 1 policy and 0 world ranks"),
         ("learner=0,policy=1-2,world=3", 4, "names 2 policy and 1 world ranks"),
         ("learner=0,policy=1,world=1", 2, "on its one device write actor=1"),

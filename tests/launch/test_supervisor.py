@@ -203,12 +203,7 @@ def test_no_child_outlives_a_parent_that_was_killed(tmp_path):
 def test_supervising_needs_no_torch():
     program = "import sys, asyncrl.launch.children, asyncrl.launch.placement, asyncrl.launch.followers\n"
     program += "assert 'torch' not in sys.modules"
-    subprocess.run(
-        [sys.executable, "-c", program],
-        check=True,
-        timeout=DEADLINE,
-        env=child_environment(),
-    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=DEADLINE, env=child_environment())
 
 
 DURING = "During handling of the above exception, another exception occurred:"

@@ -38,11 +38,7 @@ from support.table_policy import groups_of
 
 SHOWN = ObservationShapes(image_size=64, tasks=tuple(TASKS))
 SAMPLING = SamplingParams(temperature=1.0)
-OUTCOMES = [
-    [[3, -1], [10, -1], [-1, -1]],
-    [[3, -1], [10, -1], [-1, 5]],
-    [[10, -1], [-1, -1], [-1, -1]],
-]
+OUTCOMES = [[[3, -1], [10, -1], [-1, -1]], [[3, -1], [10, -1], [-1, 5]], [[10, -1], [-1, -1], [-1, -1]]]
 """Steps of success of three updates that leave different numbers of decisions with a gradient. No minibatch
 is left with a single one: passes of one decision are graphs of their own."""
 

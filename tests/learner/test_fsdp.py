@@ -49,11 +49,7 @@ def loss_of(policy: OpenVLAOFTPolicy, rows: slice) -> Tensor:
     frames = rng.integers(0, 256, (ROWS, 64, 64, 3), dtype=np.uint8)
     tokens = torch.from_numpy(rng.integers(0, 256, (ROWS, 8, 7)))
     advantages = torch.from_numpy(rng.normal(size=(ROWS, 1, 1)).astype(np.float32))
-    result = policy.evaluate(
-        policy.preprocess(frames[rows], TASKS[rows]),
-        {"tokens": tokens[rows]},
-        SAMPLING,
-    )
+    result = policy.evaluate(policy.preprocess(frames[rows], TASKS[rows]), {"tokens": tokens[rows]}, SAMPLING)
     assert result.value is not None
     gain = (advantages[rows] * result.logprob).sum() + 0.01 * result.entropy.sum()
     return (result.value.sum() - gain) / ROWS

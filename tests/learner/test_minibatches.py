@@ -93,13 +93,7 @@ def test_a_pass_for_the_others_counts_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "version", "share"),
-    [
-        ("constant", 3, 1.0),
-        ("constant", 0, 0.5),
-        ("linear", 6, 0.5),
-        ("linear", 99, 0.0),
-        ("cosine", 6, 0.5),
-    ],
+    [("constant", 3, 1.0), ("constant", 0, 0.5), ("linear", 6, 0.5), ("linear", 99, 0.0), ("cosine", 6, 0.5)],
 )
 def test_the_learning_rate_by_hand(schedule: str, version: int, share: float) -> None:
     # Warm-up over 2 updates, decay over 8 more: halfway at 6.

@@ -138,11 +138,7 @@ def test_a_correction_of_the_users_trains_two_updates_like_a_slow_loop(name: str
         algorithm__micro_batch=4,
         optimizer__learning_rate=0.1,
     )
-    policy, batch, slow = (
-        TablePolicy(rows=8),
-        a_batch(),
-        Table.of(TablePolicy(rows=8)),
-    )
+    policy, batch, slow = (TablePolicy(rows=8), a_batch(), Table.of(TablePolicy(rows=8)))
     policy.scale.requires_grad_(False)
     update = build_update(config, policy)
     for version in (2, 3):
@@ -168,11 +164,7 @@ def test_an_advantage_and_an_objective_of_the_users_train_as_by_hand() -> None:
         algorithm__settings=("expected=0.25",),
         correction__kind="none",
     )
-    policy, batch, slow = (
-        TablePolicy(rows=8),
-        a_batch(),
-        Table.of(TablePolicy(rows=8)),
-    )
+    policy, batch, slow = (TablePolicy(rows=8), a_batch(), Table.of(TablePolicy(rows=8)))
     score = (batch.returns - 0.25)[batch.episode][:, None, None]
     loss = -(torch.where(batch.mask, score * slow.logprobs(batch)[0], 0.0)).sum() / batch.mask.sum()
     loss.backward()
@@ -225,18 +217,12 @@ def test_a_class_that_cannot_be_used_is_refused_before_anything_starts(
     [
         ({"correction__kind": "WrongShape"}, r"WrongShape, whose method weights returned float32\[3, 5\]"),
         ({"correction__kind": "WithGradient"}, r"method weights returned float32.* with gradient, expected"),
-        (
-            {"correction__kind": "WrongProximal"},
-            r"method proximal returned float64\[11, 8, 7\], expected",
-        ),
+        ({"correction__kind": "WrongProximal"}, r"method proximal returned float64\[11, 8, 7\], expected"),
         (
             {"algorithm__advantage": "WrongAdvantage", "algorithm__settings": ("expected=0",)},
             r"estimate returned AdvantagesAndTargets\(float32\[6\], NoneType\), expected .*\[12, 8, 1\]",
         ),
-        (
-            {"algorithm__objective": "WrongLoss"},
-            r"method loss returned float32\[\] with gradient, expected",
-        ),
+        ({"algorithm__objective": "WrongLoss"}, r"method loss returned float32\[\] with gradient, expected"),
     ],
 )
 def test_what_a_class_gets_wrong_is_said_with_class_method_and_shapes(

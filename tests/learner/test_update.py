@@ -435,10 +435,7 @@ def test_readings_by_lag_add_up_to_those_of_all() -> None:
     taught = group_relative_advantages(batch.returns, batch.group_size)[batch.episode] != 0
     tokens = (batch.mask & taught[:, None, None]).flatten(1).sum(1).double()
     at = [tokens[(batch.lag >= x.low) & (batch.lag <= x.high)].sum() for x in LAG_RANGES]
-    for metrics, whole in (
-        (m.MISMATCH_KL_AT_LAG, m.MISMATCH_KL),
-        (m.CLIPPED_AT_LAG, m.OUTSIDE_TRUST_REGION),
-    ):
+    for metrics, whole in ((m.MISMATCH_KL_AT_LAG, m.MISMATCH_KL), (m.CLIPPED_AT_LAG, m.OUTSIDE_TRUST_REGION)):
         parts = [values.get(metric, 0.0) * float(n) for metric, n in zip(metrics, at, strict=True)]
         assert sum(parts) / float(sum(at)) == pytest.approx(values[whole], rel=1e-5)
     assert values[m.OUTSIDE_TRUST_REGION] > 0

@@ -28,9 +28,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 @pytest.mark.timeout(60)
 def test_of_too_many_connections_the_oldest_silent_one_goes_and_those_that_speak_stay(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(process_status, "_own_file", None)
     monkeypatch.setattr(process_status, "_early", {})

@@ -30,10 +30,7 @@ def of_another_schema(kind: str, **fields: object) -> list[bytes]:
 
 
 def test_another_package_version_is_refused_and_named_on_both_sides(
-    tmp_path: Path,
-    endpoint: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Served(tmp_path, endpoint), caplog.at_level(logging.WARNING):
         actor = ZmqActorPort(endpoint, "actor-0")
@@ -56,10 +53,7 @@ def test_another_package_version_is_refused_and_named_on_both_sides(
 
 
 @pytest.mark.parametrize("port", [ZmqActorPort, ZmqLearnerPort])
-def test_a_replay_of_another_package_version_is_refused_by_the_client(
-    endpoint: str,
-    port: type,
-) -> None:
+def test_a_replay_of_another_package_version_is_refused_by_the_client(endpoint: str, port: type) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     replay = bind_router(context, endpoint)
     client = ZmqActorPort(endpoint, "actor-0") if port is ZmqActorPort else ZmqLearnerPort(endpoint)
@@ -74,9 +68,7 @@ def test_a_replay_of_another_package_version_is_refused_by_the_client(
 
 
 def test_another_schema_version_is_named_on_both_sides(
-    tmp_path: Path,
-    endpoint: str,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Served(tmp_path, endpoint):
         actor = ZmqActorPort(endpoint, "actor-0")

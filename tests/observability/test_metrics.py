@@ -13,28 +13,14 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.observability import metrics_system as r
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import waits
-from asyncrl.observability.metrics import (
-    REGISTRY,
-    SECTIONS,
-    Metric,
-    as_markdown,
-    reduce,
-    section_of,
-)
+from asyncrl.observability.metrics import REGISTRY, SECTIONS, Metric, as_markdown, reduce, section_of
 from support import ROOT
 
 PAGE = ROOT / "docs" / "metrics.md"
 
 
 @pytest.mark.parametrize(
-    ("reduction", "expected"),
-    [
-        ("mean", 3.0),
-        ("sum", 9.0),
-        ("max", 6.0),
-        ("min", 1.0),
-        ("last", 2.0),
-    ],
+    ("reduction", "expected"), [("mean", 3.0), ("sum", 9.0), ("max", 6.0), ("min", 1.0), ("last", 2.0)]
 )
 def test_each_rule_folds_its_own_way(reduction: str, expected: float) -> None:
     metric = Metric("x", reduction, "1", "", "")

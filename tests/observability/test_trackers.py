@@ -144,8 +144,7 @@ def test_a_row_that_a_tracker_refuses_is_said_once_counted_and_the_others_arrive
 
 
 @pytest.mark.parametrize(
-    ("wrong", "reason"),
-    [("begin", "SystemExit: no API key"), ("die", "its process ended with exit code -9")],
+    ("wrong", "reason"), [("begin", "SystemExit: no API key"), ("die", "its process ended with exit code -9")]
 )
 def test_a_tracker_that_cannot_begin_or_dies_is_said_and_later_rows_are_counted(
     tmp_path, fake_trackio, monkeypatch, wrong, reason

@@ -91,9 +91,7 @@ def test_no_book_grows_with_the_length_of_a_run(tmp_path: Path) -> None:
     assert max(held(open_small(tmp_path)).values()) <= bound, "recalled from the ledger"
 
 
-def test_a_file_whose_grant_is_hidden_by_damage_is_ready(
-    tmp_path: Path,
-) -> None:
+def test_a_file_whose_grant_is_hidden_by_damage_is_ready(tmp_path: Path) -> None:
     replay = open_small(tmp_path, filtering=False, max_bytes=10**9)
     replay.begin("learner", 0)
     imagine(replay)
@@ -176,11 +174,7 @@ def test_a_resume_knows_the_episodes_whose_files_it_removed(tmp_path: Path) -> N
     max_bytes=st.sampled_from([1, 10**9]),
 )
 def test_a_resume_from_before_the_horizon_goes_on_and_uses_nothing_twice(
-    tmp_path_factory: pytest.TempPathFactory,
-    reached: int,
-    horizon: int,
-    begin: int,
-    max_bytes: int,
+    tmp_path_factory: pytest.TempPathFactory, reached: int, horizon: int, begin: int, max_bytes: int
 ) -> None:
     begin, folder = min(begin, reached), tmp_path_factory.mktemp("replay")
 

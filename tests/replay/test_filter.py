@@ -47,13 +47,7 @@ class Dream:
     the episodes of that version: as in a real actor, whose batches round differently with other neighbours.
     """
 
-    def __init__(
-        self,
-        replay: Replay,
-        rounds: int = 10**6,
-        *,
-        fixed_shape: bool = False,
-    ) -> None:
+    def __init__(self, replay: Replay, rounds: int = 10**6, *, fixed_shape: bool = False) -> None:
         """Begin without episodes.
 
         Args:
@@ -93,12 +87,7 @@ class Dream:
 
 
 def learn(
-    open_it: Callable[[], Replay],
-    *,
-    begin: int,
-    end: int,
-    rounds: int = 10**6,
-    fixed_shape: bool = False,
+    open_it: Callable[[], Replay], *, begin: int, end: int, rounds: int = 10**6, fixed_shape: bool = False
 ) -> Seen:
     """Update from version `begin` to `end`, or until the actor made `rounds`; return what was seen."""
     replay, seen = open_it(), Seen()
@@ -372,13 +361,7 @@ def test_batches_are_full_and_mixed_and_every_grant_is_accounted_for(
 
 
 @settings(max_examples=15, deadline=None)
-@given(
-    st.data(),
-    st.integers(0, 3),
-    st.integers(1, 3),
-    st.booleans(),
-    st.integers(0, 5),
-)
+@given(st.data(), st.integers(0, 3), st.integers(1, 3), st.booleans(), st.integers(0, 5))
 def test_a_run_killed_anywhere_and_resumed_sees_what_an_undisturbed_one_sees(
     tmp_path_factory: pytest.TempPathFactory,
     data: st.DataObject,

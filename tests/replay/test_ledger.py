@@ -48,11 +48,7 @@ CHANGES: dict[str, tuple[Callable[[Lines, Lines], Lines], list[int], list[int]]]
         [0, 1, 3, 4, 5],
         [3],
     ),
-    "a changed checksum": (
-        lambda own, _: [*own[:2], other_digits(own[2]), *own[3:]],
-        [0, 1, 4, 5],
-        [3, 4],
-    ),
+    "a changed checksum": (lambda own, _: [*own[:2], other_digits(own[2]), *own[3:]], [0, 1, 4, 5], [3, 4]),
     "no JSON": (lambda own, _: [*own[:2], b"no json\n", *own[3:]], [0, 1, 4, 5], [3, 4]),
     "a line twice": (lambda own, _: [*own[:3], own[2], *own[3:]], [0, 1, 2, 3, 4, 5], [4]),
     "an earlier line again": (lambda own, _: [*own[:4], own[1], *own[4:]], [0, 1, 2, 3, 4, 5], [5]),

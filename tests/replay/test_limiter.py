@@ -215,10 +215,7 @@ def test_an_inconsistent_episode_is_refused_and_counted(tmp_path: Path, change: 
 @settings(max_examples=150, deadline=None)
 @given(st.data(), st.integers(0, 3), st.integers(1, 2))
 def test_no_batch_ever_holds_a_decision_beyond_the_lag_bound(
-    tmp_path_factory: pytest.TempPathFactory,
-    data: st.DataObject,
-    max_lag: int,
-    per_update: int,
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, max_lag: int, per_update: int
 ) -> None:
     """Random orders of actors with any policy, the learner, time and restarts."""
     folder, clock = tmp_path_factory.mktemp("replay"), Clock()

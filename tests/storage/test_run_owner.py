@@ -177,8 +177,7 @@ def test_a_copied_folder_gets_a_secret_of_its_own_and_a_moved_one_keeps_it(tmp_p
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["", "{", "[1]", "{}", "[" * 5000, '{"secret": 1, "attempt": 1, "folder": [1, 2]}', "\udcff"],
+    "content", ["", "{", "[1]", "{}", "[" * 5000, '{"secret": 1, "attempt": 1, "folder": [1, 2]}', "\udcff"]
 )
 def test_a_damaged_file_is_named(tmp_path: Path, content: str) -> None:
     path = tmp_path / "identity.json"

@@ -8,12 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from asyncrl.worlds.evac.conditions import (
-    EvacConfig,
-    EvacNetworks,
-    ImageEncoderConfig,
-    ResamplerConfig,
-)
+from asyncrl.worlds.evac.conditions import EvacConfig, EvacNetworks, ImageEncoderConfig, ResamplerConfig
 from asyncrl.worlds.evac.published import PREFIXES, published_tensors
 from asyncrl.worlds.evac.unet import UNetConfig
 from asyncrl.worlds.layers import FrameVaeConfig

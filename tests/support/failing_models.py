@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.actors.actor import Actor
-from asyncrl.actors.imagination import EndRule, Imagination
+from asyncrl.actors.imagination import EndRule, WorldBackend
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, ReplaySettings
@@ -180,18 +180,9 @@ def actor_of(
     publisher.publish(models.acting_tensors(), 0)
     settings = ActorSettings(slots=slots, pipeline_stages=stages, max_decisions=3)
     rule = EndRule(max_decisions=3, threshold=threshold)
-    imagination = Imagination(models, models, models, SamplingParams(temperature=1.0), rule=rule)
+    imagination = WorldBackend(models, models, models, SamplingParams(temperature=1.0), rule=rule)
     stream = StartStateStream([start(n) for n in range(starts)], 0)
-    return Actor(
-        "inline",
-        imagination,
-        stream,
-        port,
-        receiver,
-        settings,
-        group_size=GROUP,
-        run_seed=0,
-    )
+    return Actor("inline", imagination, stream, port, receiver, settings, group_size=GROUP, run_seed=0)
 
 
 class InlineRun(SimpleNamespace):

@@ -19,13 +19,7 @@ from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.rewards.resnet import ResNetReward
 from asyncrl.storage.tensor_files import SHARD_BYTES
 from asyncrl.storage.weight_files import Spec, write_tensors
-from asyncrl.worlds.wan.files import (
-    HEAD_DIM,
-    IMAGE_SIZE,
-    WAN_TRANSFORMER,
-    WAN_VAE,
-    vae_name,
-)
+from asyncrl.worlds.wan.files import HEAD_DIM, IMAGE_SIZE, WAN_TRANSFORMER, WAN_VAE, vae_name
 from asyncrl.worlds.wan.transformer import transformer_name
 from asyncrl.worlds.wan.vae import VaeConfig
 from asyncrl.worlds.wan.world import WanWorld

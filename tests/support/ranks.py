@@ -67,11 +67,7 @@ def _rank(
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, ranks),
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=30),
+        "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=30)
     )
     try:
         # As bytes: the queue itself would lend tensors from a process that has ended when they are read.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from asyncrl.actors.actor import Actor
-from asyncrl.actors.imagination import EndRule, Imagination
+from asyncrl.actors.imagination import EndRule, WorldBackend
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, ReplaySettings
@@ -26,13 +26,7 @@ def start(number: int) -> StartState:
 
 
 def actor_with(
-    models: Imagination,
-    folder: Path,
-    *,
-    slots: int,
-    stages: int = 1,
-    decisions: int = 1,
-    groups: int = 1,
+    models: WorldBackend, folder: Path, *, slots: int, stages: int = 1, decisions: int = 1, groups: int = 1
 ) -> tuple[Actor, Replay, InProcessLearnerPort]:
     config = TrainConfig(
         algorithm=AlgorithmSettings(
@@ -50,7 +44,7 @@ def actor_with(
     settings = ActorSettings(slots=slots, pipeline_stages=stages, max_decisions=decisions)
     rule = EndRule(max_decisions=decisions, threshold=1.0)
     where = {"policy_device": models.policy_device, "world_device": models.world_device}
-    fresh = Imagination(models.policy, models.world, models.reward, models.sampling, rule=rule, **where)
+    fresh = WorldBackend(models.policy, models.world, models.reward, models.sampling, rule=rule, **where)
     starts = StartStateStream([start(0), start(1)], seed=0)
     port = InProcessActorPort(replay)
     actor = Actor("inline", fresh, starts, port, receiver, settings, group_size=GROUP, run_seed=0)

@@ -113,12 +113,7 @@ def flags_of(folder: Path) -> list[str]:
 
 
 def start_state(
-    number: int,
-    size: int = SIZE,
-    *,
-    context: int = 0,
-    task: str = "",
-    pose: Sequence[float] | None = POSE,
+    number: int, size: int = SIZE, *, context: int = 0, task: str = "", pose: Sequence[float] | None = POSE
 ) -> StartState:
     """A start state of noise; with `context` frames it lies on the way of an episode."""
     rng = np.random.default_rng(number)

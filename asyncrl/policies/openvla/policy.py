@@ -34,13 +34,7 @@ from asyncrl.policies.action_tokens import (
     take_tokens,
     uniforms_for,
 )
-from asyncrl.policies.interface import (
-    ActResult,
-    EvaluateResult,
-    Policy,
-    PolicyInputs,
-    SamplingParams,
-)
+from asyncrl.policies.interface import ActResult, EvaluateResult, Policy, PolicyInputs, SamplingParams
 from asyncrl.policies.lora import is_adapter, merged_tensors
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, Passes, require_trainable
 from asyncrl.policies.openvla.files import PolicyFolder, PublishedOptions, open_folder, write_policy

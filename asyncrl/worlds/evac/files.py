@@ -23,19 +23,9 @@ from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.records import ACTION_DIM, CHUNK, POSE_DIM, SlotBytes
 from asyncrl.storage.tensor_files import TensorFiles, check_shapes
 from asyncrl.storage.weight_files import write_tensors
-from asyncrl.worlds.evac.conditions import (
-    FRAMES_AT_ONCE,
-    EvacConfig,
-    EvacNetworks,
-)
+from asyncrl.worlds.evac.conditions import FRAMES_AT_ONCE, EvacConfig, EvacNetworks
 from asyncrl.worlds.evac.poses import Camera, MotionStatistics
-from asyncrl.worlds.evac.published import (
-    PREFIXES,
-    config_of,
-    grouped,
-    published_state,
-    published_tensors,
-)
+from asyncrl.worlds.evac.published import PREFIXES, config_of, grouped, published_state, published_tensors
 from asyncrl.worlds.files import ABOUT, AS_SAVED, WorldFolder, read_about
 
 KIND: Final = "evac"

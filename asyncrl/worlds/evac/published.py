@@ -14,12 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from asyncrl.worlds.evac.conditions import (
-    EvacConfig,
-    EvacNetworks,
-    ImageEncoderConfig,
-    ResamplerConfig,
-)
+from asyncrl.worlds.evac.conditions import EvacConfig, EvacNetworks, ImageEncoderConfig, ResamplerConfig
 from asyncrl.worlds.evac.poses import Camera, MotionStatistics
 from asyncrl.worlds.evac.unet import UNetConfig
 from asyncrl.worlds.files import renamed

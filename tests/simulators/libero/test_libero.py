@@ -18,10 +18,7 @@ from asyncrl.simulators.libero.tasks import cache_folder
 from asyncrl.simulators.rendering import find_backend
 from asyncrl.worlds.evac.poses import rotation
 
-pytestmark = [
-    pytest.mark.render,
-    pytest.mark.skipif(find_backend() is None, reason="no OpenGL library"),
-]
+pytestmark = [pytest.mark.render, pytest.mark.skipif(find_backend() is None, reason="no OpenGL library")]
 OFFICIAL = Path(__file__).parents[2] / "support" / "official_libero.py"
 SIZE = 96
 

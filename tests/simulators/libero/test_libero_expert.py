@@ -13,10 +13,7 @@ from asyncrl.simulators.libero.expert import rotation_between, turned_about_z
 from asyncrl.simulators.libero.simulator import LiberoGoal, LiberoObject, LiberoSpatial
 from asyncrl.simulators.rendering import find_backend
 
-pytestmark = [
-    pytest.mark.render,
-    pytest.mark.skipif(find_backend() is None, reason="no OpenGL library"),
-]
+pytestmark = [pytest.mark.render, pytest.mark.skipif(find_backend() is None, reason="no OpenGL library")]
 SUITES = {"libero_spatial": LiberoSpatial, "libero_object": LiberoObject, "libero_goal": LiberoGoal}
 
 
