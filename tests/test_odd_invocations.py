@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -73,7 +72,7 @@ CALLS: Final = (
     ),
     *(f"{TINY} --world {{w}}/{name}" for name in ("index_infinity", "index_deep")),
     *(f"{TINY} --policy {{w}}/{name}" for name in ("policy_infinity", "policy_layers")),
-    *(f"{TINY} --start-states {{w}}/{name}" for name in ("bomb.npy", "bomb.h5")),
+    f"{TINY} --start-states {{w}}/bomb.npy",
     *(f"collect --out {place}" for place in ("{w}/file", "{w}/file/below", "{w}/pipe", LONG)),
     *(f"replay {text}" for text in OF_REPLAY),
     *("keys {w}/file", f"keys {LONG}", "keys {n}/new --clients ../x", f"status {LONG}", "status {w}/pipe"),
@@ -103,7 +102,6 @@ def make_files(folder: Path) -> None:
     for name, content in files.items():
         (folder / name).write_bytes(content)
     write_bomb(folder / "bomb.npy")
-    _hdf5_bomb(folder / "bomb.h5")
 
 
 def policy_of_many_layers(policy: Path, folder: Path) -> None:
@@ -112,22 +110,6 @@ def policy_of_many_layers(policy: Path, folder: Path) -> None:
     fields = json.loads((folder / "config.json").read_text())
     fields["asyncrl"]["llm_layers"] = 10**9
     (folder / "config.json").write_text(json.dumps(fields))
-
-
-def _hdf5_bomb(path: Path) -> None:
-    """Write start states whose pictures are 5 GB of black, compressed."""
-    import h5py
-
-    rows = 50_000
-    with h5py.File(path, "w") as file:
-        file.attrs["format"] = "asyncrl-start-states-1"
-        made = file.create_dataset(
-            "frame", (8 * rows, 64, 64, 3), "u1", chunks=(rows, 64, 64, 3), compression="gzip"
-        )
-        packer = zlib.compressobj(9)
-        packed = b"".join(packer.compress(bytes(rows * 12_288 // 100)) for _ in range(100)) + packer.flush()
-        for number in range(8):
-            made.id.write_direct_chunk((number * rows, 0, 0, 0), packed)
 
 
 def filled_in(call: str, work: Path, models: Path, new: Path, flags: list[str]) -> Iterator[str]:
@@ -202,7 +184,6 @@ EXPECTED = {
     f"{TINY} --world {{w}}/index_infinity": "which is not in JSON",
     f"{TINY} --policy {{w}}/policy_layers": "llm_layers is 1000000000",
     f"{TINY} --start-states {{w}}/bomb.npy": "nothing in a file is ever executed",
-    f"{TINY} --start-states {{w}}/bomb.h5": "bytes, but the file has at most",
 }
 
 

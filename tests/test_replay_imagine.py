@@ -15,7 +15,6 @@ from PIL import Image
 from asyncrl import cli
 from asyncrl.policies.openvla.policy import load_policy
 from asyncrl.replay_tools.episodes import find_group, replay_folder
-from asyncrl.replay_tools.pictures import TITLES
 from asyncrl.storage.media import movie_suffix
 from asyncrl.worlds.start_states import save_start_states
 from asyncrl.worlds.wan.world import save_world
@@ -50,9 +49,11 @@ def again(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int) -
     assert cli.run("replay", ["imagine", *arguments, "--device", "cpu"]) == code
     said = capsys.readouterr().out
     lines = said.splitlines()
-    head = next(n for n, line in enumerate(lines) if line.startswith(TITLES[0]))
-    cells = [[cell for cell in line.split("  ") if cell] for line in lines[head + 1 : head + 1 + GROUP_SIZE]]
-    return said, [dict(zip(TITLES, map(str.strip, row), strict=True)) for row in cells]
+    head = next(n for n, line in enumerate(lines) if line.startswith("member"))
+    titles, *cells = (
+        [cell.strip() for cell in line.split("  ") if cell] for line in lines[head : head + 1 + GROUP_SIZE]
+    )
+    return said, [dict(zip(titles, row, strict=True)) for row in cells]
 
 
 @pytest.mark.timeout(60)

@@ -96,6 +96,8 @@ def _check_hosts(config: TrainConfig, job: Job, hosts: Hosts, facts: list[HostFa
     gpus = {number: host.gpus for number, host in enumerate(facts)} or {0: count_gpus(config.device)}
     check_learner_devices(placement, hosts, gpus)
     copies_of(config, placement, hosts)
+    if not hosts.several and run_of_earlier_start(job) is None:
+        run_folder.check_free(config)  # Before its ports are found taken.
     endpoints.check(config, placement, hosts, job)
     others = {hosts.of(rank) for rank in placement.actors} - {0}
     if others and config.weights.between_hosts == "nccl":

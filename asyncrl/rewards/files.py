@@ -23,6 +23,7 @@ from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.rewards.libero_tasks import GROUPS, LONG, SUITES, suite_of
 from asyncrl.storage.atomic import read_json
 from asyncrl.storage.tensor_files import TensorFiles
+from asyncrl.storage.untrusted import check_sizes
 
 FORMAT: Final = "asyncrl-reward-1"
 WEIGHTS: Final = "reward.safetensors"
@@ -112,6 +113,7 @@ def _open_own(folder: Path) -> RewardFiles:
     content = read_json(folder / "reward.json")
     try:
         raw = content["config"]
+        check_sizes(raw)
         config = RewardConfig(**{**raw, "widths": tuple(raw["widths"]), "tasks": tuple(raw["tasks"])})
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(

@@ -154,6 +154,15 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield row
 
 
+def check_sizes(model: Mapping[str, Any], most: int = 2**24, most_layers: int = 1024) -> None:
+    """Check the sizes in a model's description, before layers are made for hours."""
+    for name, value in model.items():
+        for size in value if isinstance(value, list | tuple) else (value,):
+            limit = most_layers if name in ("layers", "res_blocks", "llm_layers", "depth") else most
+            if type(size) is int and not 0 <= size <= limit:
+                raise ValueError(f"{name} is {shortened(size)}, expected a whole number of 0 to {limit}")
+
+
 def check_types(found: Mapping[str, Any], expected: Mapping[str, type | tuple[type, ...]]) -> None:
     """Check the types of an object's values. An int is also a float; a bool is no number."""
     for key, kind in expected.items():
@@ -189,6 +198,7 @@ def dataset_in(file: h5py.Group, name: str) -> h5py.Dataset:
     Raises:
         KeyError: It does not exist.
         TypeError: It is no dataset of this file, or has values of variable length.
+        ValueError: It declares more than there is, which would be made up in memory.
     """
     import h5py
 
@@ -200,6 +210,9 @@ def dataset_in(file: h5py.Group, name: str) -> h5py.Dataset:
         raise TypeError(f"{name} lies in other files")  # Reading its shape may open them.
     if dataset.dtype.hasobject:
         raise TypeError(f"{name} holds values of no fixed length")
+    declared = math.prod(dataset.shape) * dataset.dtype.itemsize
+    if dataset.chunks is None and declared > (stored := dataset.id.get_storage_size()):
+        raise ValueError(f"{name} declares {declared} bytes, but the file has {stored} of it")
     return dataset
 
 

@@ -12,6 +12,7 @@ import torch
 from asyncrl.errors import ConfigError
 from asyncrl.policies.action_tokens import BINS, Bounds, Gripper, NormStats
 from asyncrl.records import CHUNK
+from asyncrl.storage.untrusted import check_sizes
 
 Passes = Literal["acting", "checkpointed", "kept"]
 PROMPT: Final = 35  # Tokens of a prompt of LIBERO.
@@ -181,6 +182,8 @@ class OpenVLAOFTConfig:
         """Inverse of `to_json`."""
         values = dict(fields)
         try:
+            for sizes in (values, values["dino"], values["siglip"]):
+                check_sizes(sizes)
             values["dino"], values["siglip"] = TowerConfig(**values["dino"]), TowerConfig(**values["siglip"])
             values["value_hidden"] = tuple(values["value_hidden"])
             values["norm_stats"] = {k: NormStats.from_json(v) for k, v in values["norm_stats"].items()}

@@ -22,6 +22,7 @@ from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.records import ACTION_DIM, CHUNK, POSE_DIM, SlotBytes
 from asyncrl.storage.tensor_files import TensorFiles, check_shapes
+from asyncrl.storage.untrusted import check_sizes
 from asyncrl.storage.weight_files import write_tensors
 from asyncrl.worlds.evac.conditions import FRAMES_AT_ONCE, EvacConfig, EvacNetworks
 from asyncrl.worlds.evac.poses import Camera, MotionStatistics
@@ -232,6 +233,7 @@ def open_evac(folder: Path, options: EvacOptions | None = None) -> EvacFiles:
 
 
 def _as_tuples(facts: Mapping[str, Any]) -> dict[str, Any]:
+    check_sizes(facts)
     return {key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()}
 
 

@@ -26,7 +26,7 @@ from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.records import ACTION_DIM, CHUNK, SlotBytes
 from asyncrl.storage.atomic import read_json, write_json
 from asyncrl.storage.tensor_files import TensorFiles, check_fit, fill
-from asyncrl.storage.untrusted import shortened
+from asyncrl.storage.untrusted import check_sizes, shortened
 from asyncrl.storage.weight_files import header_names
 from asyncrl.worlds.files import (
     AS_SAVED,
@@ -251,6 +251,7 @@ def recognise_vae(folder: Path, about: Mapping[str, Any]) -> tuple[TensorFiles, 
     files = TensorFiles(_vae_file(inside)).renamed(_today)
     content = read_json(inside / "config.json", "Download it again.")
     try:
+        check_sizes(content)
         size = FrameVaeConfig(
             widths=tuple(content["block_out_channels"]),
             layers_per_block=content["layers_per_block"],
