@@ -28,7 +28,7 @@ CEILINGS = {
     "replay_tools": (1730, 9),
     "rewards": (589, 5),
     "simulators": (4215, 22),
-    "storage": (2600, 12),
+    "storage": (2610, 12),
     "weights": (2500, 12),
     "worlds": (5840, 25),
 }
