@@ -38,7 +38,7 @@ def note_receipts(handle: Any) -> Any:
         if message.kind == "receipt" and message["status"] != "held":
             waiting = outbox._items.get(message["episode_id"])  # pyright: ignore[reportPrivateUsage]
             if waiting is not None:
-                note(receipt=message["episode_id"], status=message["status"], group=int(waiting.group_id))
+                note(receipt=message["episode_id"], status=message["status"], group=waiting.number)
         handle(outbox, message)
 
     return noting
