@@ -112,7 +112,9 @@ if stage == "audit":
             one = found[key]
             row[f"{name}_{key}"] = [round(100 * one[k], 1) for k in ("rate", "low", "high")]
         row[f"{name}_gap"] = round(row[f"{name}_imagined_success"][0] - row[f"{name}_true_success"][0], 1)
-    go = all(abs(row[f"{name}_gap"]) <= 10 for name in ("audit1", "audit0")) and row["audit1_wrong"][0] <= 25
+    # A verdict that never changes is wrong in the true successes, or in all others.
+    constant = {name: min(row[f"{name}_true_success"][0], 100 - row[f"{name}_true_success"][0]) for name in ("audit1", "audit0")}
+    go = all(abs(row[f"{name}_gap"]) <= 10 and row[f"{name}_wrong"][0] < wrong for name, wrong in constant.items())
     change = "longer fit of the world, more roll-outs: nothing is trained in a world that says otherwise than the truth"
 if stage == "train":
     updates = [json.loads(line) for line in (work / "train" / "metrics.jsonl").read_text().splitlines()]

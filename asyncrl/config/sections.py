@@ -105,7 +105,7 @@ class WorldDefaults:
     temperature: float = 0.0
     """Sampling temperature of the world's publishers, for the banner only; 0 if unknown."""
     simulated: bool = False
-    """Whether it is a simulator, for which only `max_decisions` applies."""
+    """True for a simulator, for which only `max_decisions` applies."""
 
 
 @dataclass(frozen=True, kw_only=True)

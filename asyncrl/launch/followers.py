@@ -29,7 +29,7 @@ from asyncrl.launch.job import (
     RUN,
     Hosts,
     Job,
-    Patience,
+    RankWait,
     RunInfo,
     failure_file,
     open_store,
@@ -246,14 +246,14 @@ def relay_weights(config: TrainConfig, info: RunInfo, hosts: Hosts, job: Job, en
 
 def wait_for_relay(info: RunInfo, job: Job, deadline: float, stop_requested: Callable[[], bool]) -> str:
     """Wait at most `deadline` seconds for this host's relay, and return its endpoint."""
-    note, patience = job.status_folder(Path(info.run_dir)) / NOTE, Patience(deadline, stop_requested)
+    note, wait = job.status_folder(Path(info.run_dir)) / NOTE, RankWait(deadline, stop_requested)
     with waits.waiting(waits.HOST_WEIGHTS, deadline):
         while True:
             with suppress(OSError, ValueError, KeyError):  # There is no note of this start yet.
                 row: dict[str, object] = load_json(note)
                 if row["mark"] == info.mark:
                     return str(row["endpoint"])
-            patience.pause(
+            wait.pause(
                 f"Rank {job.rank} waited {deadline:g} s (--startup-timeout) for the first actor's rank of "
                 f"its host to say in {note} where the weights are, in vain. See the output of torchrun "
                 "on this host."

@@ -28,7 +28,7 @@ import asyncrl
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch.endpoints import address_of
-from asyncrl.launch.job import Hosts, Job, Patience, open_store, store_errors
+from asyncrl.launch.job import Hosts, Job, RankWait, open_store, store_errors
 from asyncrl.launch.own_device import count_gpus
 from asyncrl.observability import waits
 from asyncrl.observability.logger import flat
@@ -131,7 +131,7 @@ def meet(
     store = PrefixStore("meeting", open_store(job, seconds, every_start=True))
     with store_errors(job, "meet the other hosts"), waits.waiting(waits.HOSTS, seconds):
         own = asdict(_own_facts(config, job)) if job.rank == job.here.start else None
-        meeting = _Meeting(job, own, store, Patience(seconds, stop_requested))
+        meeting = _Meeting(job, own, store, RankWait(seconds, stop_requested))
         start, hosts = meeting.follow() if job.rank else meeting.lead(checks)
     return replace(job, start=start), hosts
 
@@ -141,7 +141,7 @@ class _Meeting:
     job: Job
     own: dict[str, Any] | None  # facts of this host, on its first rank
     store: Store
-    patience: Patience
+    wait: RankWait
 
     def lead(self, checks: Checks) -> tuple[str, Hosts]:
         start = secrets.token_hex(8)
@@ -222,7 +222,7 @@ class _Meeting:
 
     def _pause(self, who: str) -> None:
         why = f"{who} did not come to the meeting of the hosts (--startup-timeout). See the output of "
-        self.patience.pause(f"{why}torchrun there.")
+        self.wait.pause(f"{why}torchrun there.")
 
 
 def _own_facts(config: TrainConfig, job: Job) -> HostFacts:

@@ -200,7 +200,7 @@ class Stopped(AsyncRLError):
     """A wait for another rank ended because this process was asked to stop."""
 
 
-class Patience:
+class RankWait:
     """A wait of `seconds` for other ranks, which a request to stop ends."""
 
     def __init__(self, seconds: float, stop_requested: Callable[[], bool]) -> None:
@@ -224,11 +224,11 @@ def share(info: RunInfo, job: Job, deadline: float) -> None:
 
 def receive(job: Job, deadline: float, stop_requested: Callable[[], bool]) -> RunInfo:
     """Wait `deadline` seconds for the run that rank 0 publishes; raises Stopped if asked to stop first."""
-    patience = Patience(deadline, stop_requested)
+    wait = RankWait(deadline, stop_requested)
     with store_errors(job, "learn where the run is"), waits.waiting(waits.MEETING, deadline):
         store = open_store(job, deadline)
         while not store.check([RUN]):
-            patience.pause(
+            wait.pause(
                 f"Rank {job.rank} waited {deadline:g} s at {':'.join(map(str, job.store))} for rank 0 to "
                 "say where the run is, in vain. See the output of rank 0."
             )

@@ -129,7 +129,7 @@ def _prepare(asked: TrainConfig, job: Job, hosts: Hosts) -> _Run:
     from asyncrl.launch.build import load_models, start_run, use_device
 
     placement = checked_placement(replace(asked, placement=hosts.placement), hosts.size)
-    if (again := run_of_earlier_start(job)) is None:
+    if (again := run_of_earlier_start(job)) is None and hosts.several:  # Of one host: `_check_hosts` did.
         run_folder.check_free(asked)
     console.check_sinks(asked)
     device = use_device(asked, job.local_rank)

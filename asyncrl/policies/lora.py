@@ -205,7 +205,7 @@ def read_pairs(folder: Path) -> dict[str, _Pair]:
             f"{folder / CONFIG} is of kind {fields.get('peft_type')!r} ({', '.join(used) or 'plain'}); only "
             "plain LORA adapters can be merged here. Merge them into the policy with peft and load that."
         )
-    tensors = read_pt(folder / (_PICKLED if not (folder / TENSORS).is_file() else TENSORS))
+    tensors = read_pt(folder / (TENSORS if (folder / TENSORS).is_file() else _PICKLED))
     tensors = {stable_name(name.removeprefix(PREFIX)): tensor for name, tensor in tensors.items()}
     pairs: dict[str, _Pair] = {}
     try:

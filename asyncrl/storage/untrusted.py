@@ -155,7 +155,7 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def check_sizes(model: Mapping[str, Any], most: int = 2**24, most_layers: int = 1024) -> None:
-    """Check the sizes in a model's description, before layers are made for hours."""
+    """Check the sizes in a model's description, before a layer is made."""
     for name, value in model.items():
         for size in value if isinstance(value, list | tuple) else (value,):
             limit = most_layers if name in ("layers", "res_blocks", "llm_layers", "depth") else most
