@@ -33,7 +33,7 @@ CEILINGS = {
     "worlds": (5840, 25),
 }
 """Package (empty: the top level) -> most lines and modules."""
-MOST_TEST_LINES = 48_703
+MOST_TEST_LINES = 48_715
 MOST_BENCHMARK_LINES = 3_500
 LONGEST_FILE, LONGEST_FUNCTION = 440, 60
 HOT_PATH = ("actors", "learner", "replay/limiter.py", "records.py")

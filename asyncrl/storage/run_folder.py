@@ -163,6 +163,8 @@ def _to_resume(config: TrainConfig) -> Path:
         state = "is not the folder of a run: it has no config.json" if folder.is_dir() else "does not exist"
         raise ConfigError(f"--resume was given, but --run-dir {folder} {state}. Check the path.")
     if not kept(folder):
+        if (owner := run_owner.owner(folder)) is not None:
+            raise run_owner.in_use(folder, owner)
         others = [path for path in sorted(folder.parent.glob("*")) if path != folder and kept(path)]
         hint = f" {others[-1]} has one: name it with --run-dir." if others else ""
         raise ConfigError(

@@ -112,6 +112,8 @@ def test_a_run_that_is_alive_is_left_alone(
         assert words in capsys.readouterr().err
     assert not (runs / "b").exists()
 
+    while checkpoint.latest(run) is None:  # Written in the background.
+        time.sleep(0.05)
     copy = living.folder / "copy"
     shutil.copytree(run, copy, ignore=shutil.ignore_patterns("*.tmp", "checkpoints"))
     first = Path("checkpoints", "update_000001")

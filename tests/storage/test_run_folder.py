@@ -114,6 +114,13 @@ def test_resume_needs_a_whole_checkpoint_and_names_a_run_that_has_one(tmp_path):
     assert f"{tmp_path}/a has one: name it with --run-dir." in str(caught.value)
 
 
+def test_a_run_that_is_alive_before_its_first_checkpoint_is_in_use(tmp_path: Path) -> None:
+    run = run_folder.claim(TrainConfig(run_dir=str(tmp_path / "a")))
+    with pytest.raises(FolderInUse, match=f"is in use by process {os.getpid()} on "):
+        run_folder.locate(TrainConfig(run_dir=str(tmp_path / "a"), resume=True))
+    run.lock.release()
+
+
 def test_the_four_states_are_told_apart(tmp_path: Path) -> None:
     assert summarise(write_run(tmp_path / "finished")).state is State.FINISHED
     assert summarise(write_run(tmp_path / "stopped", made=3)).state is State.STOPPED
