@@ -37,9 +37,9 @@ from measuring import commit, heading, kernel_report, table, wait
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings
+from asyncrl.devices.tensors import pick_device
 from asyncrl.launch.build import build_update, compile_learning
 from asyncrl.launch.job import read_job
-from asyncrl.launch.own_device import pick_device
 from asyncrl.learner import update as update_module
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.early_compile import ObservationShapes

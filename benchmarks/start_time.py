@@ -38,8 +38,8 @@ import tyro
 from full_size import ROOT, full_size_flags
 from measuring import commit, heading, table
 
+from asyncrl.devices.tensors import INDUCTOR, TRITON
 from asyncrl.errors import RunError
-from asyncrl.launch.own_device import INDUCTOR, TRITON
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import process_status
 

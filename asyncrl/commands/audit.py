@@ -201,11 +201,11 @@ def _audit_all(
 ) -> dict[str, list[AuditedEpisode]]:
     from tqdm import tqdm
 
+    from asyncrl.devices.tensors import take_device
     from asyncrl.evaluation.audit import audit
     from asyncrl.evaluation.contact_sheet import check_imagines
     from asyncrl.evaluation.evaluate import check_fits
     from asyncrl.launch.named_models import named_policy
-    from asyncrl.launch.own_device import take_device
     from asyncrl.simulators.pool import SimulatorPool
 
     device = take_device(config.device)

@@ -15,7 +15,6 @@ from asyncrl.config.help import ShortHelp
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import acting, check_fits
 from asyncrl.fitting.recordings import episodes_per_part, must_be_new, write_part
-from asyncrl.launch.own_device import take_device
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import Demonstrator, SimStart, SimulatorSpec, random_start, stored_start
 from asyncrl.simulators.pool import SimulatorPool
@@ -97,6 +96,7 @@ def _record(config: CollectConfig, source: SimulatorSource) -> int:
     act: Act | Demonstrator = config.expert
     about: dict[str, object] = {"demonstrator": asdict(config.expert)}
     if config.policy:
+        from asyncrl.devices.tensors import take_device
         from asyncrl.launch.named_models import named_policy
         from asyncrl.policies.interface import SamplingParams
 

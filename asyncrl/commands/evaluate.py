@@ -227,9 +227,9 @@ def _evaluate(config: EvaluateConfig, run: RunSettings | None) -> None:
     import torch
 
     from asyncrl.config.sections import ImaginationSettings
+    from asyncrl.devices.tensors import take_device
     from asyncrl.evaluation.contact_sheet import PAIRS, check_imagines, check_suffix, write_contact_sheet
     from asyncrl.launch.named_models import named_policy, named_world
-    from asyncrl.launch.own_device import take_device
     from asyncrl.policies.interface import SamplingParams
     from asyncrl.simulators.pool import SimulatorPool
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from asyncrl.config.help import subcommands
+from asyncrl.devices.tensors import take_device
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.recordings import FrameFile, Recordings
 from asyncrl.fitting.settings import FitDecoder, FitKeyframes, FitPolicy, FitReward, FitStarts, FitWorld
 from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.world import WorldOptions, check_recordings, check_same_size, fit_class, load_fitted
 from asyncrl.launch.job import read_job
-from asyncrl.launch.own_device import take_device
 from asyncrl.storage.assets import policy_folder, start_states_path, world_folder
 
 if TYPE_CHECKING:

@@ -76,9 +76,9 @@ class Imagine(ReplayCommand):
         episodes = find_group(self.folder, self.group)
         run = self._run_folder()
         config = self._settings(run)
+        from asyncrl.devices.tensors import take_device
         from asyncrl.evaluation.reimagine import imagine_again
         from asyncrl.launch.environment import build_world_model
-        from asyncrl.launch.own_device import take_device
         from asyncrl.storage.assets import simulator_named
 
         if simulator_named(config.world):

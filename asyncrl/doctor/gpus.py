@@ -7,11 +7,11 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from asyncrl.config.run import TrainConfig
+from asyncrl.devices.tensors import count_gpus, pick_device
 from asyncrl.doctor.checks import Examination, Finding, broken, ok, one_line, warning
 from asyncrl.doctor.host import GIB, free_memory, placement_of
 from asyncrl.errors import ConfigError
 from asyncrl.launch.job import Hosts
-from asyncrl.launch.own_device import count_gpus, pick_device
 from asyncrl.launch.placement import (
     RELAYED,
     WORDS,

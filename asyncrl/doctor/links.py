@@ -21,10 +21,10 @@ from itertools import combinations
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
+from asyncrl.devices.tensors import pick_device
 from asyncrl.doctor.checks import Examination, Finding, broken, ok, warning
 from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.launch.children import redirect_output
-from asyncrl.launch.own_device import pick_device
 from asyncrl.observability.signals import die_with_parent
 
 DEADLINE: Final = 60.0

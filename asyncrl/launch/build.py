@@ -23,12 +23,12 @@ from asyncrl.config.loading import load_file
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import WorldDefaults
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
+from asyncrl.devices.tensors import take_device, use_compiler_cache
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import simulator_of_tasks
 from asyncrl.launch.environment import WorldFiles, check_environment, offload_idle, with_world_defaults
 from asyncrl.launch.job import Hosts, Job, RunInfo, open_store
 from asyncrl.launch.named_models import build_policy, named_policy, named_world, sampling_of
-from asyncrl.launch.own_device import take_device, use_compiler_cache
 from asyncrl.launch.placement import Placement, copies_of, only_learns
 from asyncrl.launch.simulated import SimulatorFiles
 from asyncrl.learner.early_compile import (

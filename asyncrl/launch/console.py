@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,6 +14,8 @@ from asyncrl import __version__, registry
 from asyncrl.config.algorithm import idle_settings
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import WorldDefaults
+from asyncrl.launch.placement import Placement, span
+from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import trackers
 from asyncrl.observability.logger import MetricsLogger, flat, start_command
@@ -29,6 +32,10 @@ ENDS: Final = 5
 """Updates at each end of the run whose success is averaged; fewer where the ends would overlap."""
 WIDTH: Final = 80
 """Columns at which lines of several parts are broken."""
+SKIPPED: Final = 2  # first updates of a start, which compile and fill the pipeline
+LEAST: Final = 3  # updates that `balance` needs
+NOTICEABLE: Final = 1.05
+"""Speed-up from which another placement is worth a sentence."""
 
 
 def banner(config: TrainConfig, run_dir: Path, processes: str, device: str, world: str = "") -> str:
@@ -240,6 +247,47 @@ def successes(path: Path) -> list[float]:
     """Read the success rate of every update from a metrics.jsonl."""
     rates = [row.get(m.SUCCESS_ONCE.name) for row in read_json_lines(path) if m.EVAL_SUCCESS.name not in row]
     return [float(rate) if isinstance(rate, int | float) else 0.0 for rate in rates]
+
+
+def balance(config: TrainConfig, placement: Placement, run_dir: Path, version: int) -> str:
+    """Describe the median time of both sides for an update since `version`, and a better placement.
+
+    The work of a side is taken to be shared evenly by its ranks. Empty after too few updates, and where times
+    do not carry over to other placements: a rank did both, an actor has two devices, or others may join.
+    """
+    names = (s.GROUPS_PER_MINUTE.name, s.LEARNER_WAITING.name, s.ACTORS_WAITING.name)
+    rows = list(read_json_lines(run_dir / "metrics.jsonl"))
+    rows = [row for row in rows if all(type(row.get(name)) is float for name in names)]
+    rows = [row for row in rows if row["step"] > version][SKIPPED:]
+    learners, actors = len(placement.learners), len(placement.actors)
+    mixed = set(placement.learners) & set(placement.actors) or placement.worlds or config.replay.listen
+    if mixed or not actors or len(rows) < LEAST:
+        return ""
+    pace, *waits = (statistics.median(row[name] for row in rows) for name in names)
+    if pace <= 0:
+        return ""
+    ranks, groups = learners + actors, config.algorithm.groups_per_update
+    seconds = 60 * groups / pace
+    learning, imagining = (seconds * (1 - wait) for wait in waits)
+
+    def expected(count: int) -> float:
+        sides = (learning * learners / count, imagining * actors / (ranks - count))
+        return max(sides) if config.replay.max_lag else sum(sides)
+
+    # All weights are sharded over the learners: fewer may lack the memory.
+    least, most = 1 if config.lora.rank else learners, max(learners, min(ranks - 1, groups))
+    best = min(range(least, most + 1), key=lambda count: (expected(count), abs(count - learners)))
+    gain = seconds / expected(best)
+    advice = f"No other placement of {ranks} ranks keeps both busier"
+    if best != learners and gain > NOTICEABLE:
+        text = f"learner={span(0, best)},actor={span(best, ranks - best)}"
+        advice = f"--placement {text}: {gain:.2f} times the pace"
+    sides = " and ".join(
+        f"{count} {side}{'s' * (count > 1)} {time:.3g} s"
+        for count, side, time in ((learners, "learner", learning), (actors, "actor", imagining))
+    )
+    shares = " and ".join(f"{wait:.0%}" for wait in waits)
+    return f"balance: an update takes {sides}; they wait {shares} of the time. {advice}"
 
 
 def short_path(path: Path) -> str:

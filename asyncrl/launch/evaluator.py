@@ -22,6 +22,7 @@ import torch
 
 from asyncrl import registry
 from asyncrl.config.run import TrainConfig
+from asyncrl.devices.tensors import take_device
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.evaluation import run_checkpoints
 from asyncrl.evaluation.contact_sheet import judge, unjudged, write_judged_movie, write_judged_sheet
@@ -37,7 +38,6 @@ from asyncrl.evaluation.run_checkpoints import EvaluatedVersion, RunCheckpoints,
 from asyncrl.launch.children import Supervisor
 from asyncrl.launch.environment import WorldFiles, build_world_model, check_environment
 from asyncrl.launch.named_models import load_policy_version, sampling_of
-from asyncrl.launch.own_device import take_device
 from asyncrl.launch.simulated import SimulatorFiles
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import process_status, waits
@@ -255,29 +255,24 @@ class EvaluatorProcess:
         return []
 
     def finish(self, version: int, poll: Callable[[], bool]) -> str:
-        """Wait for the result of the run's last version, as long as episodes are played.
+        """Wait for the result of the run's last version; returns why there is none, empty if it is not due.
 
-        Returns:
-            Why there is none; empty: there is one, or it is not due.
+        Each step of the evaluator has a deadline of its own, at which the watchdog ends it.
         """
         due = is_due(version, self._config.evaluate_every, self._config.updates)
         if self._child is None or self._lost or not due:
             return ""
-        allowed, seen, since = self._config.hang_timeout, "", time.monotonic()
+        allowed, since = self._config.hang_timeout, time.monotonic()
         with waits.waiting(waits.EVALUATION, allowed):
             while version not in self._known:
                 if poll() or self._lost:
                     return "" if self._lost else f"version {version} was not measured"
                 mine = (p for p in process_status.read(self._run_dir) if p.role == ROLE and p.alive)
-                doing = next((a for p in mine for a in p.activities if a.thread == "MainThread"), None)
-                what = doing.what if doing else ""
-                # An activity with a deadline of its own, as loading, is waited for that long.
-                if what != seen or (doing and doing.allowed and not doing.overdue):
+                doing = next((process.main for process in mine), None)
+                if doing and doing.allowed and not doing.overdue:
                     since = time.monotonic()
                     process_status.progress()
-                if what != seen:
-                    seen = what
-                    process_status.describe(f"{waits.EVALUATION.name}: {what}")
+                    process_status.describe(f"{waits.EVALUATION.name}: {doing.what}")
                 if time.monotonic() - since > allowed:
                     return (
                         f"version {version} was not measured: nothing moved on for {allowed:g} s "

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from asyncrl.devices.tensors import take_device
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.fit_policy import action_statistics, check_imitable, fit_policy, write_statistics
 from asyncrl.fitting.loop import FitRanks, Schedule, parts_of
@@ -22,7 +23,6 @@ from asyncrl.fitting.settings import FitPolicy, FitWorld
 from asyncrl.fitting.world import WorldOptions, check_same_size, fit_class, load_fitted
 from asyncrl.launch.job import read_job
 from asyncrl.launch.named_models import named_policy
-from asyncrl.launch.own_device import take_device
 from asyncrl.learner.fsdp import shard, spread
 from asyncrl.learner.ranks import LearnerRanks, joined_ranks
 from asyncrl.learner.weight_export import ADAPTER_FOLDER, copy_policy, gather_to_host

@@ -36,7 +36,6 @@ from asyncrl.launch.job import (
     receive,
     report_failure,
 )
-from asyncrl.launch.own_device import pick_device
 from asyncrl.launch.placement import RELAYED, Placement, checked_placement
 from asyncrl.messaging.sockets import private_folder
 from asyncrl.observability import process_status, waits
@@ -67,7 +66,6 @@ def follow(config: TrainConfig, job: Job, hosts: Hosts, stop: StopFlag) -> int:
     run_dir = Path(info.run_dir)
     _wait_for_folder(run_dir, info.mark, rank)
     config = load_file(run_dir / "config.json")
-    config = replace(config, placement=info.placement or config.placement)
     placement = checked_placement(config, hosts.size)
     lock = run_owner.join(run_dir)
     status = job.status_folder(run_dir)
@@ -217,6 +215,7 @@ def relay_weights(config: TrainConfig, info: RunInfo, hosts: Hosts, job: Job, en
     Returns:
         The endpoint for the host's actors.
     """
+    from asyncrl.devices.tensors import pick_device
     from asyncrl.weights.interface import PULL
     from asyncrl.weights.publisher import build_publisher
     from asyncrl.weights.receiver import Relay, build_receiver

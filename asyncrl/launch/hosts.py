@@ -29,7 +29,6 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch.endpoints import address_of
 from asyncrl.launch.job import Hosts, Job, RankWait, open_store, store_errors
-from asyncrl.launch.own_device import count_gpus
 from asyncrl.observability import waits
 from asyncrl.observability.logger import flat
 
@@ -227,6 +226,8 @@ class _Meeting:
 
 def _own_facts(config: TrainConfig, job: Job) -> HostFacts:
     import torch
+
+    from asyncrl.devices.tensors import count_gpus
 
     host, port = job.store
     try:

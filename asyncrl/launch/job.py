@@ -105,7 +105,6 @@ class Hosts:
     """Address where the weights are fetched; empty: next to the replay's."""
     broadcasts: tuple[int, ...] = ()
     """Numbers of the hosts between which weights are broadcast; empty: none."""
-    placement: str = ""  # that --placement auto became
 
     @classmethod
     def of_sizes(cls, sizes: Sequence[int]) -> Hosts:
@@ -156,7 +155,6 @@ class RunInfo:
     hosts_transport: str = ""
     """Carrier of the broadcasts between hosts; empty: other hosts fetch weights."""
     keys: str = ""  # folder of the replay's keys; empty: none
-    placement: str = ""  # that --placement auto became
     attempt: int = 0
     """Number of this start. The run's secret is read from its folder: torchrun's store is open to others."""
     mark: str = ""

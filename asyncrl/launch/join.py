@@ -129,9 +129,9 @@ def pick_key(settings: JoinOptions) -> ClientKeys | None:
 def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
     import torch
 
+    from asyncrl.devices.tensors import take_device, use_compiler_cache
     from asyncrl.launch.environment import build_actor, open_backend
     from asyncrl.launch.named_models import build_policy
-    from asyncrl.launch.own_device import take_device, use_compiler_cache
     from asyncrl.launch.placement import threads_of_actor
     from asyncrl.replay.client import WINDOW, ZmqActorPort
     from asyncrl.replay.connection import ask_settings

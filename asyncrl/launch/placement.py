@@ -16,7 +16,6 @@ from itertools import accumulate, zip_longest
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.job import Hosts
-from asyncrl.launch.own_device import pick_device
 
 RELAYED = "shared_memory"
 """The carrier from a relay to the actors of its host."""
@@ -250,6 +249,8 @@ def check_broadcasts(hosts: Hosts, gpus: Mapping[int, int], transport: str) -> N
 
 def transport_of(config: TrainConfig, placement: Placement, here: range) -> str:
     """Choose the carrier of the weights on rank 0's host, whose ranks are `here`."""
+    from asyncrl.devices.tensors import pick_device
+
     if config.weights.transport != "auto":
         return config.weights.transport
     learner = pick_device(config.device, placement.learners[0])

@@ -15,7 +15,6 @@ from asyncrl.config.loading import to_json
 from asyncrl.config.run import TrainConfig
 from asyncrl.launch import endpoints
 from asyncrl.launch.job import Job, RunInfo, read_job
-from asyncrl.launch.own_device import pick_device, take_device, use_compiler_cache
 from asyncrl.launch.placement import RELAYED, Placement, parse_placement, threads_of_actor, transport_of
 from asyncrl.observability import process_status, waits
 from asyncrl.replay.interface import NEW_RUN, RunStart
@@ -70,6 +69,8 @@ def use_devices(config: TrainConfig, placement: Placement, job: Job) -> tuple[to
     """Use the threads and devices of an actor: of its policy, and of its world and reward models."""
     import torch
 
+    from asyncrl.devices.tensors import take_device, use_compiler_cache
+
     # One learner mostly waits for the actors; each further one has cores of its own.
     cores = len(os.sched_getaffinity(0)) - (len(placement.learners) - 1) * config.learner.threads
     torch.set_num_threads(threads_of_actor(len(placement.actors), cores))
@@ -87,6 +88,8 @@ def give_way(name: str, placement: Placement, here: range, local_ranks: Iterable
 
     Without a server of MPS the variable means nothing. No GPU has been used by this process yet.
     """
+    from asyncrl.devices.tensors import pick_device
+
     learners = {pick_device(name, rank - here.start) for rank in placement.learners if rank in here}
     devices = {pick_device(name, local) for local in local_ranks}
     if any(device.type == "cuda" for device in learners & devices):

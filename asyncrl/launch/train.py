@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import RunError
-from asyncrl.launch import balance, endpoints
+from asyncrl.launch import endpoints
 from asyncrl.launch.children import REPLAY, ChildProcesses, log_errors
 from asyncrl.launch.followers import follow, spawn_actor, spawn_role
 from asyncrl.launch.hosts import HostFacts, bind_gloo, meet
@@ -36,7 +36,6 @@ from asyncrl.launch.job import (
     run_of_earlier_start,
     share,
 )
-from asyncrl.launch.own_device import count_gpus
 from asyncrl.launch.placement import (
     Placement,
     check_broadcasts,
@@ -88,8 +87,8 @@ def run(config: TrainConfig) -> int:
 
 def _check_hosts(config: TrainConfig, job: Job, hosts: Hosts, facts: list[HostFacts]) -> Hosts:
     """Check on rank 0, before anything is loaded, the placement on these hosts; add their endpoints."""
-    hosts = replace(hosts, placement=balance.placement_of_start(config, job, hosts))
-    config = replace(config, placement=hosts.placement)
+    from asyncrl.devices.tensors import count_gpus
+
     check_sizes(config.placement, hosts)
     placement = checked_placement(config, hosts.size)
     check_pairs(placement, hosts)
@@ -128,7 +127,7 @@ def _prepare(asked: TrainConfig, job: Job, hosts: Hosts) -> _Run:
     from asyncrl.launch import console
     from asyncrl.launch.build import load_models, start_run, use_device
 
-    placement = checked_placement(replace(asked, placement=hosts.placement), hosts.size)
+    placement = checked_placement(asked, hosts.size)
     if (again := run_of_earlier_start(job)) is None and hosts.several:  # Of one host: `_check_hosts` did.
         run_folder.check_free(asked)
     console.check_sinks(asked)
@@ -180,7 +179,6 @@ def lead(asked: TrainConfig, job: Job, hosts: Hosts, stop: StopFlag) -> int:
             pull_endpoint=publisher.pull_endpoint,
             hosts_transport=between,
             keys=keys,
-            placement=hosts.placement,
             attempt=start.identity.attempt,
             mark=start.identity.mark,
             shown=json.dumps(start.shown) if start.shown else "",
@@ -189,7 +187,7 @@ def lead(asked: TrainConfig, job: Job, hosts: Hosts, stop: StopFlag) -> int:
         if not stop.set and (why := evaluator.finish(learner.version, children.poll)):
             log.banner(why)
         ending.close()
-        if line := balance.note_at_end(config, placement, run_dir, start.version):
+        if line := console.balance(config, placement, run_dir, start.version):
             log.banner(line)
         log.banner(console.final_summary(config, run_dir, learner.end_reason, start.simulator))
     return 0

@@ -5,7 +5,7 @@ runs/2025-01-31_12-00-00/
   metrics.jsonl     one row per update          logs/          output of every process
   tensorboard/      the same as curves          checkpoints/   resumable states, `best`
   replay/           episodes (HDF5)             videos/        imagined and evaluated episodes
-  lock, identity.json (`run_owner`)             provenance.json, balance.json
+  lock, identity.json (`run_owner`)             provenance.json
 """
 
 from __future__ import annotations

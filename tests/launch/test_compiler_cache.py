@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import asyncrl
-from asyncrl.launch.own_device import INDUCTOR, TRITON, compiler_cache_folder, use_compiler_cache
+from asyncrl.devices.tensors import INDUCTOR, TRITON, compiler_cache_folder, use_compiler_cache
 
 CPU = torch.device("cpu")
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.run import TrainConfig
-from asyncrl.launch.console import WIDTH, banner, final_summary, resumed
+from asyncrl.config.sections import LoraSettings, ReplaySettings
+from asyncrl.launch.console import WIDTH, balance, banner, final_summary, resumed
+from asyncrl.launch.placement import parse_placement
+from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 
 
@@ -74,3 +79,58 @@ def test_a_resumed_run_says_where_it_goes_on() -> None:
     assert resumed(TrainConfig(resume=True, updates=10, run_dir="x"), 4) == ["goes on from version 4 of 10"]
     (line,) = resumed(TrainConfig(resume=True, updates=10, run_dir="x"), 10)
     assert line.startswith("nothing is left to do: version 10 is reached")
+
+
+# ---- what both sides took ------------------------------------------------------------------------
+
+
+def balance_of(
+    folder: Path, pace: float | None, learner: float, actors: float, placement: str = "auto", **changes: Any
+) -> str:
+    """The line of four ranks after nine updates of 8 groups; the first four were of another start."""
+    names = (s.GROUPS_PER_MINUTE.name, s.LEARNER_WAITING.name, s.ACTORS_WAITING.name)
+    shares = [(1.0, 0.9, 0.9)] * 6 + [(pace, learner, actors)] * 3
+    rows = [{"step": n, **dict(zip(names, row, strict=True))} for n, row in enumerate(shares, 1)]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    plain = {"algorithm": AlgorithmSettings(groups_per_update=8), "lora": LoraSettings(rank=4)}
+    return balance(TrainConfig(**(plain | changes)), parse_placement(placement, 4, joined=True), folder, 4)
+
+
+LINE = "balance: an update takes 1 learner 6 s and 3 actors 2 s; they wait 0% and 67% of the time. "
+
+
+def test_the_line_of_both_sides_names_the_split_with_the_shortest_update(tmp_path: Path) -> None:
+    # 8 groups at 80 a minute are 6 s: two learners need 3 s, and two actors as long.
+    assert balance_of(tmp_path, 80.0, 0.0, 2 / 3) == (
+        f"{LINE}--placement learner=0-1,actor=2-3: 2.00 times the pace"
+    )
+    even = balance_of(tmp_path, 80.0, 0.0, 0.0)
+    assert even.endswith("No other placement of 4 ranks keeps both busier")
+    in_turns = balance_of(tmp_path, 60.0, 0.25, 0.75, replay=ReplaySettings(max_lag=0))
+    assert in_turns.endswith("--placement learner=0-1,actor=2-3: 1.33 times the pace"), "6/2 + 2*3/2 of 8 s"
+
+
+@pytest.mark.parametrize(
+    ("groups", "split"), [(1, ""), (2, "learner=0-1,actor=2-3"), (8, "learner=0-2,actor=3")]
+)
+def test_there_are_no_more_learners_than_groups(tmp_path: Path, groups: int, split: str) -> None:
+    few = AlgorithmSettings(groups_per_update=groups)
+    found = balance_of(tmp_path, 80.0, 0.0, 0.99, algorithm=few)
+    assert (f"--placement {split}:" in found) == bool(split)
+
+
+def test_all_weights_are_not_gathered_on_fewer_learners_than_held_them(tmp_path: Path) -> None:
+    busy_actors = (80.0, 0.9, 0.0, "learner=0-1,actor=2-3")
+    assert "--placement learner=0,actor=1-3:" in balance_of(tmp_path, *busy_actors)
+    assert "No other placement" in balance_of(tmp_path, *busy_actors, lora=LoraSettings())
+
+
+@pytest.mark.parametrize("placement", ["collocated", "hybrid", "learner=0-1,policy=2,world=3"])
+def test_nothing_is_said_of_devices_that_both_sides_share(tmp_path: Path, placement: str) -> None:
+    assert balance_of(tmp_path, 80.0, 0.0, 0.5, placement) == ""
+
+
+def test_nothing_is_said_of_too_few_numbers_or_of_actors_that_may_join(tmp_path: Path) -> None:
+    assert balance_of(tmp_path, None, 0.0, 0.5) == ""
+    listening = ReplaySettings(listen="tcp://127.0.0.1:5555")
+    assert balance_of(tmp_path, 80.0, 0.0, 0.5, replay=listening) == ""

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from asyncrl.config.run import TrainConfig
+from asyncrl.devices.tensors import pick_device
 from asyncrl.errors import ConfigError
 from asyncrl.launch.job import Job
-from asyncrl.launch.own_device import pick_device
 from asyncrl.launch.placement import parse_placement, transport_of
 from asyncrl.launch.roles import PRIORITY, give_way, use_devices
 
@@ -73,7 +73,7 @@ def test_the_world_of_a_policy_rank_is_on_the_device_of_its_world_rank(
     gpus, monkeypatch, count, job, indices
 ):
     gpus(count)
-    monkeypatch.setattr("asyncrl.launch.roles.take_device", pick_device)
+    monkeypatch.setattr("asyncrl.devices.tensors.take_device", pick_device)
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     world = 1 if job.local_size == 4 else 3
     pair = parse_placement(f"learner=0,policy=2,world={world},actor={4 - world}", 4)
