@@ -42,7 +42,6 @@ from asyncrl.launch.build import build_update, compile_learning
 from asyncrl.launch.job import read_job
 from asyncrl.learner import update as update_module
 from asyncrl.learner.batches import Batch, build_batch
-from asyncrl.learner.early_compile import ObservationShapes
 from asyncrl.learner.forward import longest_first
 from asyncrl.learner.fsdp import UNITS, ReshardAfter, shard, summed_gradient
 from asyncrl.learner.metrics import Throughput
@@ -281,7 +280,6 @@ def updates(
 ) -> tuple[list[list[object]], list[list[object]], str]:
     groups = make_groups(policy, settings, ranks.rank)
     tasks = tuple(sorted({group[0].task for group in groups}))
-    shown = ObservationShapes(image_size=64 if settings.tiny else 256, tasks=tasks)
     config = replace(TrainConfig(), actor=ActorSettings(max_decisions=settings.decisions))
     algorithm = replace(
         config.algorithm,
@@ -293,7 +291,7 @@ def updates(
     update = build_update(replace(config, algorithm=algorithm), policy, ranks=ranks)
     if settings.compile and policy.device.type == "cuda":
         torch.compiler.reset()
-        compile_learning(update, shown)
+        compile_learning(update, tasks)
     ways = {"update": as_it_is}
     if settings.reshard_after == "step" and not settings.lora:
         ways |= {"gathered in each pass": in_each_pass}

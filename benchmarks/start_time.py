@@ -40,7 +40,6 @@ from measuring import commit, heading, table
 
 from asyncrl.devices.tensors import INDUCTOR, TRITON
 from asyncrl.errors import RunError
-from asyncrl.observability import metrics_system as s
 from asyncrl.observability import process_status
 
 MILESTONES: Final = ("loaded", "first decision", "first update", "second update")
@@ -90,8 +89,6 @@ class Start:
     cache: str
     seconds: dict[str, float] = field(default_factory=dict)
     """Milestone -> seconds since the start."""
-    compiled_early: float = 0.0
-    """Seconds of that compilation, as the run's metrics have them."""
     phases: dict[str, dict[str, float]] = field(default_factory=dict)
     """Process -> phase -> seconds."""
     ending: float = 0.0
@@ -189,20 +186,18 @@ def measure(settings: Settings, out: Path, cache: str, *, folder: Path) -> Start
                 raise RunError(f"The run came to {sorted(seconds)} in {now:.0f} s (--limit); see {log}.")
             time.sleep(POLL)
         ending = end_in_order(process, run_dir, settings.limit) if settings.phases else 0.0
-    compiled = rows_of(run_dir)[0].get(s.COMPILE_SECONDS.name, 0.0)
     logs = {"learner-0": log} | {path.stem: path for path in (run_dir / "logs").glob("actor-*.log")}
     phases = {name: phases_of(path.read_text()) for name, path in sorted(logs.items())}
-    found = Start(cache=cache, seconds=seconds, compiled_early=compiled, phases=phases, ending=ending)
+    found = Start(cache=cache, seconds=seconds, phases=phases, ending=ending)
     print(f"  {found}", flush=True)
     return found
 
 
 def report(starts: list[Start]) -> str:
-    titles = ["cache", *MILESTONES, "of it compiling early", "ending"]
+    titles = ["cache", *MILESTONES, "ending"]
     lines = [
         [start.cache]
         + [f"{start.seconds[name]:.1f}" for name in MILESTONES]
-        + [f"{start.compiled_early:.1f}"]
         + [f"{start.ending:.1f}" if start.ending else "-"]
         for start in starts
     ]

@@ -276,9 +276,8 @@ class LearnerSettings(Bounded, section="learner."):
     to 8 bits, forward and for the gradient of the input (from H100 on), with 2 more bytes per weight; what is
     published or saved is not rounded. With --learner.compile passes are 1.4 times as fast, without slower."""
     compile: bool = False
-    """Compile the layers: about a minute, while the actors imagine the first batch (with --inline,
-    --learner.offload or a policy without `fix_prompts`: in the first update), then passes of one padded
-    size, 1.6 times as fast on a GPU."""
+    """Compile the layers: about a minute in the first update (longer for a policy without `fix_prompts`),
+    then passes of one padded size, 1.6 times as fast on a GPU."""
     gradient_checkpointing: bool = False
     """Compute the layers' activations again in the backward pass: less memory, a third more time."""
     gradient_checkpointing_every: Annotated[

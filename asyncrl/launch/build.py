@@ -5,8 +5,7 @@ Errors are raised before a process is started or a folder is made.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -28,16 +27,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import simulator_of_tasks
 from asyncrl.launch.environment import WorldFiles, check_environment, offload_idle, with_world_defaults
 from asyncrl.launch.job import Hosts, Job, RunInfo, open_store
-from asyncrl.launch.named_models import build_policy, named_policy, named_world, sampling_of
+from asyncrl.launch.named_models import build_policy, named_policy, named_world
 from asyncrl.launch.placement import Placement, copies_of, only_learns
 from asyncrl.launch.simulated import SimulatorFiles
-from asyncrl.learner.early_compile import (
-    EarlyCompile,
-    ObservationShapes,
-    fix_sizes,
-    has_known_sizes,
-    observation_shapes,
-)
 from asyncrl.learner.forward import Reference
 from asyncrl.learner.fsdp import shard
 from asyncrl.learner.learner import Learner, LoopSettings, WriteRow
@@ -46,7 +38,6 @@ from asyncrl.learner.ranks import LearnerRanks, joined_ranks
 from asyncrl.learner.recipe import build_recipe
 from asyncrl.learner.update import Update
 from asyncrl.learner.weight_export import acting_types, acting_weights, copy_policy
-from asyncrl.observability.metrics_system import GROUPS_READY
 from asyncrl.policies.acceleration import compile_blocks
 from asyncrl.policies.interface import Policy
 from asyncrl.registry import names_code
@@ -81,7 +72,7 @@ class LearnerStart:
     checkpoint: Path | None  # of a resumed run
     replay: RunStart = NEW_RUN
     simulator: str = ""  # with the tasks of the run; empty: unknown
-    shown: ObservationShapes | None = None  # shapes of the run's decisions; None if unknown
+    tasks: Sequence[str] = ()  # all instructions of the run; empty: unknown
 
     @property
     def version(self) -> int:
@@ -141,7 +132,6 @@ def start_run(models: Models, again: Path | None = None) -> LearnerStart:
         check_resumed(config)
     run = run_folder.claim(config, again)
     folder = checkpoint.latest(run.path) if config.resume else None
-    episodes = files.episode_format(policy, config.actor.max_decisions)
     simulator = config.evaluation.simulator or simulator_named(config.world)
     return LearnerStart(
         policy=policy,
@@ -149,9 +139,12 @@ def start_run(models: Models, again: Path | None = None) -> LearnerStart:
         identity=run.identity,
         lock=run.lock,
         checkpoint=folder,
-        replay=RunStart(episodes=episodes, ledger=checkpoint.verify(folder) if folder else None),
+        replay=RunStart(
+            episodes=files.episode_format(policy, config.actor.max_decisions),
+            ledger=checkpoint.verify(folder) if folder else None,
+        ),
         simulator=simulator or simulator_of_tasks(set(files.tasks)),
-        shown=observation_shapes(episodes),
+        tasks=files.spec.tasks if isinstance(files, SimulatorFiles) else files.tasks,
     )
 
 
@@ -227,8 +220,7 @@ def build_learner(
     acting = acting_weights(policy, types)
     update = build_update(config, policy, ranks=ranks, reference=reference)
     if config.learner.compile:
-        compile_learning(update, start.shown)
-    early = _early_compile(config, update, start.shown, stop_requested, port)
+        compile_learning(update, start.tasks)
     learner = Learner(
         update,
         port,
@@ -247,7 +239,6 @@ def build_learner(
         ),
         offload=learner_offload(config, update),
         stop_requested=stop_requested,
-        compile_early=early or (lambda version: {}),
     )
     if start.checkpoint is not None:
         learner.restore(start.checkpoint)
@@ -278,7 +269,7 @@ def learn_as_follower(
         identity=info.identity,
         lock=run_owner.join(run_dir),
         checkpoint=Path(info.checkpoint) if info.checkpoint else None,
-        shown=ObservationShapes(*json.loads(info.shown)) if info.shown else None,
+        tasks=info.tasks,
     )
     keys = client_keys(info.keys, "learner")
     port = ZmqLearnerPort(info.replay_endpoint, rank=job.rank, security=keys, identity=start.identity)
@@ -322,49 +313,18 @@ def build_update(
     )
 
 
-def compile_learning(update: Update, shown: ObservationShapes | None) -> None:
+def compile_learning(update: Update, tasks: Sequence[str]) -> None:
     """Compile the layers of an update's policy, at their first calls.
 
     For one size where all instructions are known and the policy can pad them alike; for any size there are
     several graphs, which take minutes instead of half of one.
     """
-    if shown is None or not hasattr(update.policy, "fix_prompts"):
+    if not tasks or not hasattr(update.policy, "fix_prompts"):
         compile_blocks(update.policy)
         return
-    update.policy.fix_prompts(shown.tasks)
-    fix_sizes(update)
+    update.policy.fix_prompts(tasks)
+    update.fix_sizes()
     compile_blocks(update.policy, dynamic=False)
-
-
-def _early_compile(
-    config: TrainConfig,
-    update: Update,
-    shown: ObservationShapes | None,
-    stop_requested: Callable[[], bool],
-    port: LearnerPort,
-) -> EarlyCompile | None:
-    wanted = config.learner.compile
-    in_the_way = config.inline or config.learner.offload  # See the setting.
-    known = update.forward.small_size > 0 and has_known_sizes(update.policy)
-    if not wanted or in_the_way or shown is None or not known:
-        return None
-    if not any(True for _ in update.policy.blocks()):
-        return None
-
-    def batch_ready() -> bool:
-        """Return True if a batch is ready for rank 0; other ranks do not ask."""
-        if update.ranks.rank > 0:
-            return False
-        return port.status().get(GROUPS_READY, 0.0) >= config.algorithm.groups_per_update
-
-    return EarlyCompile(
-        update,
-        shown,
-        sampling_of(config),
-        stop_requested,
-        batch_ready=batch_ready,
-        hang_timeout=config.hang_timeout,
-    )
 
 
 def loop_settings(config: TrainConfig) -> LoopSettings:
@@ -377,6 +337,7 @@ def loop_settings(config: TrainConfig) -> LoopSettings:
         hang_timeout=config.hang_timeout,
         batches_ahead=config.replay.max_lag + 1,
         first_weights_deadline=first_weights_deadline(config),
+        compiles=config.learner.compile,
     )
 
 

@@ -12,7 +12,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
@@ -159,8 +159,8 @@ class RunInfo:
     """Number of this start. The run's secret is read from its folder: torchrun's store is open to others."""
     mark: str = ""
     """`RunIdentity.mark`: by it a host knows that it sees the same folder."""
-    shown: str = ""
-    """Shapes of decisions (`early_compile.ObservationShapes`), for learners that compile early."""
+    tasks: list[str] = field(default_factory=list)
+    """All instructions of the run, to whose longest compiled learners pad their prompts."""
 
     @property
     def identity(self) -> run_owner.RunIdentity:

@@ -9,7 +9,6 @@ close. Functions of rank 0 import torch and the models, which ranks that only lo
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from contextlib import ExitStack
@@ -181,7 +180,7 @@ def lead(asked: TrainConfig, job: Job, hosts: Hosts, stop: StopFlag) -> int:
             keys=keys,
             attempt=start.identity.attempt,
             mark=start.identity.mark,
-            shown=json.dumps(start.shown) if start.shown else "",
+            tasks=list(start.tasks),
         )
         learner = _train(run, info, publisher, children, log)
         if not stop.set and (why := evaluator.finish(learner.version, children.poll)):

@@ -57,6 +57,7 @@ class LoopSettings:
     evaluate_every: int = 0  # Updates between two evaluated versions, which are checkpoints too; 0 disables
     hang_timeout: float = 900.0  # Seconds that an update may take without a sign of progress
     batches_ahead: int = 1  # Batches that may be imagined together, the awaited one included
+    compiles: bool = False  # The first update compiles the layers
 
 
 class BatchWait:
@@ -118,14 +119,12 @@ class Learner:
         acting_tensors: Callable[[], WeightSource | Mapping[str, Tensor]],
         offload: IdleOffload = NO_OFFLOAD,
         stop_requested: Callable[[], bool] = lambda: False,
-        compile_early: Callable[[int], dict[Metric, float]] = lambda version: {},
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.update, self.replay, self.publisher = update, replay, publisher
         self.write_row, self.checkpoints, self.settings = write_row, checkpoints, settings
         self.throughput, self.copy_policy, self.acting_tensors = throughput, copy_policy, acting_tensors
-        self.offload, self.stop_requested = offload, stop_requested
-        self.compile_early, self.clock = compile_early, clock
+        self.offload, self.stop_requested, self.clock = offload, stop_requested, clock
         self.ranks, self.algorithm = update.ranks, update.recipe.algorithm
         self.end_reason = ""  # Why the run ended well before its last update; else empty
         self.version = self.groups_used = 0
@@ -171,19 +170,19 @@ class Learner:
     def _loop(self) -> None:
         self._require_finite()
         self._publish()
-        compile_metrics = self.compile_early(self.version)
         self._row_began = self.clock()
+        doing = "compiling the layers and updating" if self.settings.compiles else "updating"
         while self.version < self.settings.updates:
             groups = self._next_shard()
             if groups is None:
                 return
-            with activity(f"updating version {self.version}", self.settings.hang_timeout):
+            with activity(f"{doing} version {self.version}", self.settings.hang_timeout):
                 outcomes = self.ranks.gather_outcomes([group_outcome(group) for group in groups])
                 metrics = self._learn(groups)
                 metrics |= batch_metrics(outcomes, self.version - 1)
                 self._publish()
-            self._write_row(metrics | compile_metrics)
-            compile_metrics = {}
+            self._write_row(metrics)
+            doing = "updating"
             intervals = (self.settings.checkpoint_every, self.settings.evaluate_every)
             if any(every > 0 and self.version % every == 0 for every in intervals):
                 self._save()

@@ -129,6 +129,16 @@ class Update:
             metrics.fold(kl_after_step(batch, prepared, self.forward))
         return finish_metrics(metrics.reduce(self.ranks, steps)) | self.stepper.end_update()
 
+    def fix_sizes(self) -> None:
+        """Pad all passes to one size; the KL's small pass to another if that is less than half as large."""
+        settings = self.recipe.algorithm
+        episodes = settings.groups_per_update // self.ranks.size * settings.group_size
+        per_minibatch = max(1, -(-episodes // settings.minibatches))
+        size = min(settings.micro_batch, per_minibatch * self.max_decisions)
+        small = rows_for_kl(episodes * self.max_decisions, size)
+        self.forward.micro_batch = size
+        self.forward.small_size = size if 2 * small >= size else KL_ROWS_MIN
+
     def _add_gradient(
         self, batch: Batch, prepared: PreparedBatch, minibatch: LossInputs, *, read_kl: bool
     ) -> list[MetricAccumulator]:

@@ -183,10 +183,8 @@ LEARNER_OFFLOAD = define("""time/learner_parking, sum, s: Time rank 0 spent movi
     and back; with --learner.offload. Well below the time that the learner waits. Otherwise leave
     --learner.offload out.""")
 UPDATE_SECONDS = define("""time/update, mean, s: Duration of one update without the waiting. Steady. It
-    includes batch, passes and optimizer step, not publishing and checkpoints.""")
-COMPILE_SECONDS = define("""time/learner_compile, sum, s: Time rank 0 compiled before its first batch; with
-    --learner.compile, in the first row only. Below the time that the actors take for that batch, so that it
-    costs nothing. A filled compiler cache makes it a fraction.""")
+    includes batch, passes and optimizer step, not publishing and checkpoints; the first one compiles, with
+    --learner.compile.""")
 DECISIONS_PER_SECOND = define("""time/decisions_per_second, mean, 1/s: Decisions with a gradient, of all ranks
     and epochs, per second of the update. Steady. Low: raise --algorithm.micro-batch as far as memory allows,
     or use --learner.precision bf16. Decisions without a gradient, such as those of groups of equal returns,

@@ -7,21 +7,26 @@ The slow form evaluates every decision alone, where nothing is ever padded.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partialmethod
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from asyncrl.launch.build import build_update
+from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import ActorSettings
+from asyncrl.launch.build import build_update, compile_learning
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.forward import longest_first
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
+from asyncrl.policies.acceleration import enable_gradient_checkpointing
 from asyncrl.policies.interface import PolicyInputs
-from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, new_policy
+from support.adapters import adapted
 from support.slow_update import recipe
 from support.table_policy import groups_of
 
@@ -150,3 +155,54 @@ def test_a_policy_counts_the_tokens_that_it_reads() -> None:
     frames = np.zeros((1, 64, 64, 3), np.uint8)
     for task in TASKS[:2]:
         assert policy.preprocess(frames, [task]).input_ids.shape[1] == policy.prompt_tokens(task)
+
+
+def few_decisions(algorithm: dict[str, int]) -> TrainConfig:
+    config = recipe(**{f"algorithm__{name}": value for name, value in algorithm.items()})
+    return replace(config, actor=ActorSettings(max_decisions=2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes"),
+    [
+        ({"micro_batch": 9}, (9, 4)),
+        ({"micro_batch": 100}, (12, 4)),
+        ({"micro_batch": 8}, (8, 8)),  # A small pass of 4 would cost as much.
+        ({"micro_batch": 9, "minibatches": 2}, (6, 6)),
+        ({"micro_batch": 9, "groups_per_update": 3000}, (9, 9)),
+    ],
+)
+def test_passes_have_one_size_and_the_small_pass_another_if_less_than_half(
+    changes: dict[str, int], sizes: tuple[int, int]
+) -> None:
+    settings = {"group_size": 2, "groups_per_update": 3, **changes}
+    update = build_update(few_decisions(settings), new_policy(OpenVLAOFTConfig.tiny()))
+    update.fix_sizes()
+    assert (update.forward.micro_batch, update.forward.small_size) == sizes
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which the compiler reads
+@pytest.mark.parametrize("minibatches", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_only_the_first_update_compiles(minibatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    shallow = TowerConfig(width=24, depth=2, heads=3, mlp=48)
+    policy = adapted(dino=shallow, siglip=shallow, llm_layers=1)
+    if minibatches > 1:
+        enable_gradient_checkpointing(policy)
+    sizes = {"group_size": 2, "groups_per_update": 3, "micro_batch": 4, "minibatches": minibatches}
+    update = build_update(few_decisions(sizes), policy)
+    compile_learning(update, TASKS[:2])
+    graphs = []
+    # Updates with different numbers of decisions with a gradient.
+    for version, outcomes in enumerate(
+        [[[3, -1], [10, -1], [-1, -1]], [[3, -1], [10, -1], [-1, 5]], [[10, -1], [-1, -1], [-1, -1]]]
+    ):
+        groups = groups_of(outcomes, image=64, versions=(version, version))
+        batch = build_batch(groups, version=version)
+        update(replace(batch, tasks=tuple(TASKS[int(n) % 2] for n in batch.episode)), version)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0
+    assert graphs == [graphs[0]] * 3

@@ -10,12 +10,10 @@ from torch import Tensor
 
 from asyncrl.launch.build import build_update
 from asyncrl.learner.batches import build_batch
-from asyncrl.learner.early_compile import EarlyCompile, ObservationShapes, fix_sizes
 from asyncrl.learner.fsdp import shard
 from asyncrl.learner.ranks import DistributedRanks, LearnerRanks
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
-from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from support.ranks import run_ranks
@@ -98,28 +96,3 @@ def test_several_steps_keep_two_ranks_in_step_also_where_one_learns_nothing(
     assert values[m.APPROX_KL.name] > 0
     for metric in metrics:
         assert values[metric.name] == pytest.approx(alone[metric], rel=1e-3, abs=1e-6), metric.name
-
-
-def after_compiling_early(early: bool) -> dict[str, Tensor]:
-    """Weights after an update of two sharded ranks, which made the passes of early compilation or did not."""
-    ranks = DistributedRanks(20.0)
-    config = recipe(algorithm__group_size=2, algorithm__micro_batch=3)
-    torch.manual_seed(0)
-    policy = shard(OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny()).eval(), torch.device("cpu"), "fp32")
-    update = build_update(config, policy, ranks=ranks)
-    shown = ObservationShapes(image_size=64, tasks=("lift it", "put the red cube on the white plate"))
-    policy.fix_prompts(shown.tasks)
-    fix_sizes(update)
-    if early:
-        EarlyCompile(update, shown, SamplingParams(temperature=1.0))(0)
-        assert all(parameter.grad is None for parameter in policy.parameters())
-    groups = groups_of(OUTCOMES, image=64)[ranks.rank :: 2]
-    update(build_batch(groups, version=0))
-    return ranks.gather_full(policy.trainable_tensors())
-
-
-def test_ranks_compile_early_together_and_learn_the_same() -> None:
-    (early, _), (late, _) = (run_ranks(after_compiling_early, each) for each in (True, False))
-    assert early.keys() == late.keys()
-    for name, tensor in early.items():
-        assert torch.equal(tensor, late[name]), name
