@@ -17,7 +17,6 @@ from asyncrl.errors import ConfigError
 from asyncrl.fitting.recordings import FrameFile, Recordings
 from asyncrl.fitting.settings import FitDecoder, FitKeyframes, FitPolicy, FitReward, FitStarts, FitWorld
 from asyncrl.fitting.sources import load_recordings
-from asyncrl.fitting.world import WorldOptions, check_recordings, check_same_size, fit_class, load_fitted
 from asyncrl.launch.job import read_job
 from asyncrl.storage.assets import policy_folder, start_states_path, world_folder
 
@@ -81,7 +80,7 @@ def _fit_recordings(config: FitPolicy | FitWorld | FitReward | FitStarts | FitKe
 def _fit_policy(config: FitPolicy, recordings: Recordings) -> None:
     import torch
 
-    from asyncrl.fitting.fit_policy import check_imitable, fit_policy, fresh_policy, write_statistics
+    from asyncrl.fitting.fit_models import check_imitable, fit_policy, fresh_policy, write_statistics
     from asyncrl.fitting.loop import Schedule
     from asyncrl.launch.fine_tune import fine_tune_policy
     from asyncrl.policies.openvla.policy import load_policy
@@ -118,6 +117,8 @@ def _fine_tunes_policy(config: FitPolicy) -> bool:
 
 def _redrawn(config: FitPolicy | FitReward, recordings: Recordings, device: torch.device) -> FrameFile | None:
     """Return the recordings' frames after the autoencoder of --world: ``[F, H, W, 3]`` uint8."""
+    from asyncrl.fitting.world import check_same_size, load_fitted
+
     if not config.world:
         return None
     folder = world_folder(config.world) if isinstance(config, FitPolicy) else config.world
@@ -130,6 +131,7 @@ def _fit_world(config: FitWorld, recordings: Recordings) -> None:
     import torch
 
     from asyncrl.fitting.loop import Schedule
+    from asyncrl.fitting.world import WorldOptions, check_same_size, fit_class, load_fitted
 
     if _fine_tunes_world(config):
         from asyncrl.launch.fine_tune import fine_tune_world
@@ -140,13 +142,13 @@ def _fit_world(config: FitWorld, recordings: Recordings) -> None:
     torch.manual_seed(config.seed)
     device = take_device(config.device)
     options = WorldOptions(context_sigma=config.context_sigma, camera=config.camera)
-    check_recordings(recordings)
     if config.refine:
         world = load_fitted(world_folder(config.refine), device, torch.float32)
         check_same_size(world, recordings, "refine")
     else:
         world = fit_class(config.kind).fresh(config.size, config.vae_size, recordings, options)
-        world.to(device)
+        world.world.to(device)
+    world.check(recordings, options)
     schedule = Schedule.of(config)
     if config.autoencoder:
         world.take_autoencoder(load_fitted(world_folder(config.autoencoder), device, torch.float32))
@@ -177,7 +179,7 @@ def _fine_tunes_world(config: FitWorld) -> bool:
 def _fit_reward(config: FitReward, recordings: Recordings) -> None:
     import torch
 
-    from asyncrl.fitting.fit_reward import fit_reward, fresh_reward
+    from asyncrl.fitting.fit_models import fit_reward, fresh_reward
     from asyncrl.fitting.loop import Schedule
     from asyncrl.rewards.resnet import save_reward
 
@@ -223,30 +225,26 @@ def _save_states(states: Sequence[StartState], what: str, out: Path) -> None:
 def _fit_decoder(config: FitDecoder) -> None:
     import torch
 
-    from asyncrl.fitting.fit_decoder import compare, fit_decoder
+    from asyncrl.fitting.fit_decoder import compare, fit_decoder, fresh_decoder, write_decoder
     from asyncrl.fitting.loop import Schedule
+    from asyncrl.fitting.world import load_fitted
 
     device = take_device(config.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     folder = world_folder(config.world)
     out = Path(config.out) if config.out else folder
-    fitted: Any = load_fitted(folder, device, dtype)
-    if not fitted.distils:
-        raise ConfigError(
-            f"--world {folder} holds a world whose frames are decoded one by one; a tiny decoder takes the "
-            "place of one that draws causal video, and there is none for this kind. Use the world as it is."
-        )
-    learned, held_out = _imagine(config, fitted.world, device, dtype)
-    reward = _reward_in(folder, set(learned.tasks) | set(held_out.tasks), device)
+    world = load_fitted(folder, device, dtype).world
     torch.manual_seed(config.seed)
-    decoder = fitted.fresh_decoder().to(device)
+    decoder = fresh_decoder(world).to(device)
+    learned, held_out = _imagine(config, world, device, dtype)
+    reward = _reward_in(folder, set(learned.tasks) | set(held_out.tasks), device)
     loss = fit_decoder(decoder, learned, Schedule.of(config))
     decoder.to(torch.bfloat16)  # as it is stored: halves the file, and what is measured is what will be used
     decoder.to(dtype)
     likeness = compare(decoder, held_out, reward, threshold=config.threshold)
     made = {name: getattr(config, name) for name in ("episodes", "decisions", "steps", "batch", "seed")}
     made |= {"learning_rate": config.learning_rate, "loss": round(loss, 5)} | likeness.as_dict()
-    fitted.save_decoder(out, decoder.to(torch.bfloat16), made)
+    write_decoder(out, decoder.to(torch.bfloat16), world, made)
     print(report(likeness, len(held_out), config.threshold))
     print(f"tiny decoder in {out}")
 

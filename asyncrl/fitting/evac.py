@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -22,24 +21,27 @@ from torch import Tensor, nn
 
 from asyncrl.devices.tensors import to_device, to_signed
 from asyncrl.errors import ConfigError, first_line
-from asyncrl.fitting.autoencoder import REDUCTION, FrameByFrameFit, Latents, pieces, window_rows
 from asyncrl.fitting.loop import BatchSource, Schedule, minimise, prepared, prepared_network
 from asyncrl.fitting.recordings import Recordings
-from asyncrl.fitting.world import Size, WorldOptions, check_picture_size, check_recordings
-from asyncrl.records import ACTION_DIM, CHUNK, POSE_DIM
-from asyncrl.worlds.evac.conditions import (
-    EvacConfig,
-    EvacNetworks,
-    Geometry,
-    ImageEncoderConfig,
-    ResamplerConfig,
-    action_tokens,
+from asyncrl.fitting.settings import Size
+from asyncrl.fitting.world import (
+    REDUCTION,
+    FrameByFrameFit,
+    Latents,
+    WorldOptions,
+    check_picture_size,
+    check_recordings,
+    pieces,
+    window_rows,
 )
+from asyncrl.records import ACTION_DIM, CHUNK, POSE_DIM
+from asyncrl.worlds.evac import conditions
+from asyncrl.worlds.evac.conditions import EvacConfig, EvacNetworks, Geometry
 from asyncrl.worlds.evac.ddim import chunk_loss, draw
 from asyncrl.worlds.evac.poses import ARMS, MOTION_DIM, Camera, Motions, MotionStatistics, PoseModel
 from asyncrl.worlds.evac.unet import UNetConfig
 from asyncrl.worlds.evac.world import EvacWorld, memory_index, save_world
-from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
+from asyncrl.worlds.layers import FrameVaeConfig
 
 SAMPLING_STEPS: Final = 10  # Network calls per decision of a fresh world; --imagination.steps overrides it.
 AVERAGE: Final = 0.9995  # Decay of the moving average of the weights.
@@ -69,7 +71,7 @@ def fresh_config(
     """Return the sizes of a fresh world: tiny 3.6, small 13 million parameters without the autoencoder."""
     channels = _CHANNELS[size]
     width = 2 * channels
-    encoder = ImageEncoderConfig(width=width, layers=3, heads=4, mlp=4 * width, patch=8, size=64)
+    encoder = conditions.ImageEncoderConfig(width=width, layers=3, heads=4, mlp=4 * width, patch=8, size=64)
     inner: dict[str, Any] = {"width": width, "depth": 2, "heads": 4, "head_dim": channels // 2}
     return EvacConfig(
         image_size=image_size,
@@ -86,8 +88,8 @@ def fresh_config(
         ),
         autoencoder=getattr(FrameVaeConfig, vae_size)(),
         image_encoder=encoder,
-        image_resampler=ResamplerConfig(inputs=width, queries=2 * CHUNK, **inner),
-        action_resampler=ResamplerConfig(inputs=MOTION_DIM, queries=4, **inner),
+        image_resampler=conditions.ResamplerConfig(inputs=width, queries=2 * CHUNK, **inner),
+        action_resampler=conditions.ResamplerConfig(inputs=MOTION_DIM, queries=4, **inner),
         camera=camera,
         motions=motions,
         domain=0,
@@ -105,7 +107,7 @@ class EvacFit(FrameByFrameFit):
     @classmethod
     def fresh(cls, size: Size, vae_size: Size, recordings: Recordings, options: WorldOptions) -> EvacFit:
         """Build a world of the recordings' pictures, poses and camera."""
-        _check(recordings, options)
+        _check_poses(recordings)
         config = fresh_config(
             size,
             vae_size,
@@ -117,14 +119,13 @@ class EvacFit(FrameByFrameFit):
         prepare_poses(networks.pose_model, recordings.poses)
         return cls(EvacWorld(networks, config))
 
-    @property
-    def autoencoder(self) -> FrameVae:
-        """The world's autoencoder."""
-        return self.world.networks.autoencoder
+    def check(self, recordings: Recordings, options: WorldOptions) -> None:
+        """Refuse, with a ConfigError, what this world cannot be fitted to."""
+        self.refuse_options(options)
+        _check_poses(recordings)
 
     def fit_network(self, recordings: Recordings, schedule: Schedule, options: WorldOptions) -> float:
         """Train the model of poses, then the network."""
-        _check(recordings, options)
         networks = self.world.networks
         networks.autoencoder.requires_grad_(False)
         fit_poses(networks.pose_model.requires_grad_(True), recordings, schedule)
@@ -139,7 +140,7 @@ class EvacFit(FrameByFrameFit):
         """Draw and encode the trajectory map of every frame: ``[F, Z, h, w]`` float32."""
         drawer = Geometry(self.world.config).to(self.world.device).drawer
         poses_F8 = poses_F8.to(self.world.device)
-        rows = pieces(len(poses_F8), self.image_size, self.world.device, "maps")
+        rows = pieces(len(poses_F8), self.world.image_size, self.world.device, "maps")
         return torch.cat(
             [self.autoencoder.encode(drawer(poses_F8[piece][None])[0]).float() for piece in rows]
         )
@@ -153,8 +154,7 @@ class EvacFit(FrameByFrameFit):
         save_world(folder, self.world)
 
 
-def _check(recordings: Recordings, options: WorldOptions) -> None:
-    EvacFit.refuse_options(options)
+def _check_poses(recordings: Recordings) -> None:
     named = "a world of kind evac, whose published layout fixes the width of an action,"
     check_recordings(recordings, ACTION_DIM, named)
     if len(recordings.poses) != len(recordings.frames):
@@ -207,7 +207,7 @@ def fit_unet(
     """Train the network and the networks that make its tokens, but not a published image encoder."""
     device, history = windows.latents.device, config.history
     networks.image_encoder.requires_grad_(False)
-    own = config.image_encoder != ImageEncoderConfig.published()
+    own = config.image_encoder != conditions.ImageEncoderConfig.published()
     names = ["unet", *(["image_encoder"] if own else []), "image_resampler", "action_resampler"]
     trained = nn.ModuleDict({name: getattr(networks, name) for name in names}).requires_grad_(True)
     generator = torch.Generator().manual_seed(schedule.seed)
@@ -215,15 +215,16 @@ def fit_unet(
     fps = torch.full((schedule.batch,), float(config.fps), device=device)
     domain = torch.full((schedule.batch,), config.domain, device=device)
 
-    def image_tokens(pictures_BHW3: Tensor) -> Tensor:
+    def of_picture(pictures_BHW3: Tensor) -> Tensor:
         return networks.image_resampler(networks.image_encoder(to_signed(pictures_BHW3).permute(0, 3, 1, 2)))
 
-    def motion_tokens(motions_BF14: Tensor) -> Tensor:
-        return action_tokens(networks.action_resampler, motions_BF14)
+    def of_motions(motions_BF14: Tensor) -> Tensor:
+        return conditions.action_tokens(networks.action_resampler, motions_BF14)
 
     unet = prepared_network(networks.unet, device, compiled=schedule.compiled)
-    tokens: list[Callable[..., Tensor]] = [image_tokens, motion_tokens]
-    of_picture, of_motions = (prepared(part, device, compiled=schedule.compiled) for part in tokens)
+    image_tokens, motion_tokens = (
+        prepared(part, device, compiled=schedule.compiled) for part in (of_picture, of_motions)
+    )
 
     def loss_at(step: int) -> Tensor:
         rows = windows.rows[torch.randint(len(windows), (schedule.batch,), generator=generator).to(device)]
@@ -235,8 +236,8 @@ def fit_unet(
             new,
             windows.maps[made],
             rays,
-            of_picture(pictures.take(rows[:, 0])),
-            of_motions(windows.motions[rows]),
+            image_tokens(pictures.take(rows[:, 0])),
+            motion_tokens(windows.motions[rows]),
             fps=fps,
             domain=domain,
             draws=draw(generator, new.shape, history),

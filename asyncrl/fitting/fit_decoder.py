@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,14 +17,31 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from asyncrl.devices.tensors import to_uint8
-from asyncrl.fitting.autoencoder import reconstruction_loss, to_video
+from asyncrl.errors import ConfigError
 from asyncrl.fitting.loop import Schedule, minimise, prepared
+from asyncrl.fitting.world import reconstruction_loss, to_video
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.records import StartState
 from asyncrl.rewards.interface import RewardModel
 from asyncrl.seeds import recorded_noise_seed
-from asyncrl.worlds.wan.tiny_decoder import Decoder
+from asyncrl.worlds.wan.tiny_decoder import Decoder, TinyDecoder, TinyDecoderConfig, save_decoder
 from asyncrl.worlds.wan.world import WanWorld
+
+
+def fresh_decoder(world: Any) -> TinyDecoder:
+    """Build a tiny decoder for a world, with fresh weights on the CPU; a ConfigError without causal video."""
+    if not isinstance(world, WanWorld):
+        raise ConfigError(
+            "--world is a world whose frames are decoded one by one; a tiny decoder takes the place of one "
+            "that draws causal video, and there is none for this kind. Use the world as it is."
+        )
+    return TinyDecoder(TinyDecoderConfig.for_world(world.vae.size.z_dim, world.image_size))
+
+
+def write_decoder(folder: Path, decoder: TinyDecoder, world: WanWorld, fit: dict[str, Any]) -> None:
+    """Write a tiny decoder with the statistics of the world's latents."""
+    size = world.vae.size
+    save_decoder(folder, decoder, latents_mean=size.latents_mean, latents_std=size.latents_std, fit=fit)
 
 
 @dataclass(frozen=True, kw_only=True)

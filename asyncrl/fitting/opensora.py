@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.devices.tensors import to_device
-from asyncrl.fitting.autoencoder import FrameByFrameFit, Latents, window_rows
-from asyncrl.fitting.fit_policy import LEAST_RANGE, action_percentiles
+from asyncrl.fitting.fit_models import LEAST_RANGE, action_percentiles
 from asyncrl.fitting.loop import Schedule, minimise, prepared
 from asyncrl.fitting.recordings import Recordings
-from asyncrl.fitting.world import Size, WorldOptions, check_picture_size, check_recordings
+from asyncrl.fitting.settings import Size
+from asyncrl.fitting.world import FrameByFrameFit, Latents, WorldOptions, check_picture_size, window_rows
 from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
 from asyncrl.worlds.opensora.files import ActionRange
 from asyncrl.worlds.opensora.stdit3 import CONDITION, STDiT3, STDiT3Config
@@ -39,24 +39,16 @@ class OpenSoraFit(FrameByFrameFit):
     @classmethod
     def fresh(cls, size: Size, vae_size: Size, recordings: Recordings, options: WorldOptions) -> OpenSoraFit:
         """Build a world of the recordings' picture size and actions."""
-        cls.refuse_options(options)
         transformer: STDiT3Config = getattr(STDiT3Config, size)()
         transformer = replace(transformer, action_dim=recordings.actions.shape[1])
         vae: FrameVaeConfig = getattr(FrameVaeConfig, vae_size)()
         side = check_picture_size(recordings, transformer.patch * vae.spatial)
-        check_recordings(recordings)
         world = OpenSoraWorld(STDiT3(transformer), FrameVae(vae), measured_range(recordings), image_size=side)
         return cls(world)
 
-    @property
-    def autoencoder(self) -> FrameVae:
-        """The world's autoencoder."""
-        return self.world.vae
-
     def fit_network(self, recordings: Recordings, schedule: Schedule, options: WorldOptions) -> float:
         """Train the transformer, all but the rates of its positions."""
-        self.check(recordings, options)
-        self.world.vae.requires_grad_(False)
+        self.autoencoder.requires_grad_(False)
         network = self.world.transformer.requires_grad_(True)
         network.rope.freqs.requires_grad_(False)
         cut = windows(recordings, self.encode(recordings), self.world.action_range)

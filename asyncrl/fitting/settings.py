@@ -9,8 +9,10 @@ from typing import Annotated, ClassVar, Final, Literal
 from asyncrl.config.bounds import PIXELS, SEEDS, AtLeast, Bounded, Within
 from asyncrl.config.sections import LoraSettings
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.world import CONTEXT_SIGMA, DEFAULT_KIND, Size, check_kind
 
+Size = Literal["tiny", "small"]
+Kind = Literal["wan", "opensora", "evac"]
+CONTEXT_SIGMA: Final = 0.1
 NONE: Final = "none"
 """As a key: not read, although the data set has it."""
 _MOST_EXAMPLES: Final = 65_536
@@ -188,7 +190,7 @@ class FitWorld(Refinable):
 
     out: Path
     """Folder for the world model."""
-    kind: str = DEFAULT_KIND
+    kind: Kind = "wan"
     """wan, opensora or evac: which published architecture and objective. docs/fitting.md compares them."""
     size: Size = "tiny"
     """Of the network that draws latents. tiny: 3 to 4 million parameters. small: 7 to 12 million."""
@@ -220,8 +222,7 @@ class FitWorld(Refinable):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_kind(self.kind)
-        self.refuse_with_refine(kind=DEFAULT_KIND, size="tiny", vae_size="tiny", camera="", autoencoder="")
+        self.refuse_with_refine(kind="wan", size="tiny", vae_size="tiny", camera="", autoencoder="")
         if self.lora.targets != "all":
             raise ConfigError(
                 f"--lora.targets is {self.lora.targets}, but a world has no language model: its adapters go "

@@ -6,7 +6,7 @@ h w latent grid, A numbers per action, D inputs of a layer (A, or A of each of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -20,15 +20,22 @@ from tqdm import tqdm
 
 from asyncrl.devices.tensors import to_uint8
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.autoencoder import CLIP_FRAMES, ClipFit, Latents, rows_at_once, to_video
-from asyncrl.fitting.fit_policy import LEAST_RANGE, action_percentiles
+from asyncrl.fitting.fit_models import LEAST_RANGE, action_percentiles
 from asyncrl.fitting.loop import ONE_RANK, FitRanks, Schedule, minimise, prepared
 from asyncrl.fitting.recordings import FrameFile, Recordings
-from asyncrl.fitting.world import FittedWorld, Size, WorldOptions, check_picture_size, check_recordings
+from asyncrl.fitting.settings import Size
+from asyncrl.fitting.world import (
+    CLIP_FRAMES,
+    FittedWorld,
+    Latents,
+    WorldOptions,
+    check_picture_size,
+    rows_at_once,
+    to_video,
+)
 from asyncrl.observability import process_status
 from asyncrl.records import ACTION_DIM, CHUNK, dummy_action
 from asyncrl.worlds.wan.files import open_world, rewrite_world
-from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, TinyDecoderConfig, save_decoder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import SPATIAL, VaeConfig, WanVae, decode_stream, encode_stream
 from asyncrl.worlds.wan.world import WanWorld, WindowNoise, save_world, window_loss
@@ -37,31 +44,28 @@ MEMORY: Final = 4  # Frames of the memory latent.
 DRAWN_AT_ONCE: Final = {"cuda": 64, "cpu": 4}  # Most episodes drawn at once; more overflow a CPU's cache.
 
 
-class WanFit(ClipFit):
-    """`FittedWorld` of Wan, whose network can be spread over ranks and whose decoder can be distilled."""
+class WanFit(FittedWorld):
+    """`FittedWorld` of Wan, whose network can be spread over ranks."""
 
     kind: ClassVar = "wan"
     options: ClassVar = frozenset({"context_sigma"})
     fine_tunes: ClassVar = True
-    distils: ClassVar = True
     world: WanWorld
+    autoencoder: WanVae
     _scaled = False
+
+    def __init__(self, world: WanWorld) -> None:
+        super().__init__(world)
+        self.network = world.transformer
 
     @classmethod
     def fresh(cls, size: Size, vae_size: Size, recordings: Recordings, options: WorldOptions) -> WanFit:
         """Build a world of the recordings' picture size and actions."""
-        cls.refuse_options(options)
         side = check_picture_size(recordings, SPATIAL)
-        check_recordings(recordings)
         transformer: TransformerConfig = getattr(TransformerConfig, size)()
         transformer = replace(transformer, action_dim=recordings.actions.shape[1])
         vae: VaeConfig = getattr(VaeConfig, vae_size)()
         return cls(WanWorld(ActionWanTransformer(transformer), WanVae(vae), image_size=side))
-
-    @property
-    def autoencoder(self) -> WanVae:
-        """The causal autoencoder."""
-        return self.world.vae
 
     def clips(
         self, recordings: Recordings, batch: int, rng: np.random.Generator
@@ -80,70 +84,50 @@ class WanFit(ClipFit):
 
     def encode_clips(self, video_B3THW: Tensor) -> Tensor:
         """Encode clips to ``[B, Z, 5, h, w]``."""
-        return encode_stream(self.world.vae, video_B3THW)
+        return encode_stream(self.autoencoder, video_B3THW)
 
     def decode_clips(self, latents_BZFhw: Tensor) -> Tensor:
         """Draw clips ``[B, 3, T, H, W]``, not clamped."""
-        return decode_stream(self.world.vae, latents_BZFhw, clamp=False)
+        return decode_stream(self.autoencoder, latents_BZFhw, clamp=False)
 
     def set_statistics(self, mean: Sequence[float], std: Sequence[float]) -> None:
         """Store them with the autoencoder, as published."""
-        self.world.vae.set_statistics(list(mean), list(std))
-
-    def take_autoencoder(self, source: FittedWorld) -> None:
-        """Refuse, with a ConfigError."""
-        raise ConfigError(
-            "--autoencoder is of the kinds opensora and evac. A wan world keeps the autoencoder of the one "
-            "that it is refined from (--refine)."
-        )
+        self.autoencoder.set_statistics(list(mean), list(std))
 
     def fit_network(self, recordings: Recordings, schedule: Schedule, options: WorldOptions) -> float:
         """Train the transformer."""
-        self.check(recordings, options)
-        self.world.vae.requires_grad_(False)
-        trained, scale = self.world.transformer.requires_grad_(True), measured_scale(recordings)
+        self.autoencoder.requires_grad_(False)
+        self.network.requires_grad_(True)
+        scale = measured_scale(recordings)
         cut = windows(recordings, self.encode(recordings), scale)
         self._scaled = scale is not None
-        if scale is None:
-            return fit_transformer(trained, cut, schedule, context_sigma=options.context_sigma)
-        take_scaled(trained, scale)
-        loss = fit_transformer(trained, cut, schedule, context_sigma=options.context_sigma)
-        take_raw(trained, scale)
+        if scale is not None:
+            take_scaled(self.network, scale)
+        loss = fit_transformer(self.network, cut, schedule, context_sigma=options.context_sigma)
+        if scale is not None:
+            take_raw(self.network, scale)
         return loss
 
     def encode(self, recordings: Recordings) -> Latents:
         """Encode all episodes as causal videos."""
-        return encode_recordings(self.world.vae, recordings)
+        return encode_recordings(self.autoencoder, recordings)
 
     def redraw(self, recordings: Recordings) -> FrameFile:
         """Draw the recorded frames as the autoencoder draws them."""
-        return redraw(self.world.vae, self.encode(recordings), recordings)
+        return redraw(self.autoencoder, self.encode(recordings), recordings)
 
     def save(self, folder: Path, version: int) -> None:
         """Write the world in bfloat16."""
         self.world.version = version
         # Layers that take actions of any unit stay float32: rounded, large offsets would not cancel.
-        kept = entrances(self.world.transformer) if self._scaled else ()
+        kept = entrances(self.network) if self._scaled else ()
         exact = [{n: p.detach().clone() for n, p in layer.named_parameters()} for layer in kept]
-        for module in (self.world.transformer, self.world.vae):
+        for module in (self.network, self.autoencoder):
             nn.Module.to(module, torch.bfloat16)  # halves the files; imagination computes in float32
         for layer, numbers in zip(kept, exact, strict=True):
             for name, parameter in layer.named_parameters():
                 parameter.data = numbers[name]
         save_world(folder, self.world)
-
-    def network(self) -> ActionWanTransformer:
-        """Return the transformer."""
-        return self.world.transformer
-
-    def blocks(self) -> Iterable[nn.Module]:
-        """Return the transformer's blocks, which are gathered and recomputed one by one."""
-        return self.world.transformer.blocks
-
-    def adapted_layers(self) -> set[str]:
-        """Return the names of the linear layers of all blocks: attention and MLP."""
-        named = self.network().named_modules()
-        return {n for n, layer in named if n.startswith("blocks.") and isinstance(layer, nn.Linear)}
 
     def types(self, source: Path) -> dict[str, torch.dtype]:
         """Return the types of the transformer's weights in a folder, by diffusers' names."""
@@ -164,27 +148,15 @@ class WanFit(ClipFit):
     def fine_tune(self, recordings: Recordings, schedule: Schedule, options: WorldOptions) -> float:
         """Train the trainable part of the transformer, however spread; the autoencoder is dropped."""
         kept = torch.device("cpu")  # Moments and averages come later, and need the device's room.
-        vae = self.world.vae.requires_grad_(False)
+        vae = self.autoencoder.requires_grad_(False)
         latents = encode_recordings(vae, recordings, kept=kept, ranks=schedule.ranks)
         nn.Module.to(vae, "meta")  # Its weights are not needed any more: its file stays as it is.
         cut = windows(recordings, latents)
-        return fit_transformer(self.network(), cut, schedule, context_sigma=options.context_sigma)
+        return fit_transformer(self.network, cut, schedule, context_sigma=options.context_sigma)
 
     def rewrite(self, source: Path, folder: Path, tensors: Mapping[str, Tensor], version: int) -> None:
         """Write a copy of the folder with other weights by name, of any dtype, on the CPU."""
         rewrite_world(source, folder, tensors, version)
-
-    def fresh_decoder(self) -> TinyDecoder:
-        """Build a tiny decoder with fresh weights on the CPU."""
-        return TinyDecoder(TinyDecoderConfig.for_world(self.world.vae.size.z_dim, self.image_size))
-
-    def save_decoder(self, folder: Path, decoder: nn.Module, fit: Mapping[str, Any]) -> None:
-        """Write a tiny decoder with the statistics of its latents."""
-        assert isinstance(decoder, TinyDecoder)
-        size = self.world.vae.size
-        save_decoder(
-            folder, decoder, latents_mean=size.latents_mean, latents_std=size.latents_std, fit=dict(fit)
-        )
 
 
 def stream_of(frames: Tensor) -> Tensor:
@@ -284,7 +256,6 @@ def windows(recordings: Recordings, latents: Latents, scale: ActionScale | None 
     Decision k of an episode has the anchor latent 0, the memory latent 2k + 1 and the new latents 2k + 2 and
     2k + 3; its actions are the dummy, the last 4 and the 8 new ones, raw without a scale.
     """
-    check_recordings(recordings)
     dummy = dummy_action(recordings.actions.shape[1])
     rows_W, actions_W = list[np.ndarray](), list[np.ndarray]()
     for episode in range(len(recordings)):

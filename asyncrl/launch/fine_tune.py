@@ -16,7 +16,7 @@ from torch import nn
 
 from asyncrl.devices.tensors import take_device
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.fit_policy import action_statistics, check_imitable, fit_policy, write_statistics
+from asyncrl.fitting.fit_models import action_statistics, check_imitable, fit_policy, write_statistics
 from asyncrl.fitting.loop import FitRanks, Schedule, parts_of
 from asyncrl.fitting.recordings import Frames, Recordings
 from asyncrl.fitting.settings import FitPolicy, FitWorld
@@ -112,15 +112,17 @@ def fine_tune_world(config: FitWorld, recordings: Recordings) -> str:
     world: Any = load_fitted(source, device, torch.bfloat16 if config.precision == "bf16" else torch.float32)
     check_same_size(world, recordings, "refine")
     world.check_fine_tuning(recordings, options)
-    world.network().requires_grad_(not config.lora.rank)
+    network: Any = world.network.requires_grad_(not config.lora.rank)
     if config.lora.rank:
-        adapt(world.network(), world.adapted_layers(), config.lora.rank, config.lora.alpha)
+        named = network.named_modules()  # Attention and MLP of every block.
+        adapted = {n for n, layer in named if n.startswith("blocks.") and isinstance(layer, nn.Linear)}
+        adapt(network, adapted, config.lora.rank, config.lora.alpha)
     if config.gradient_checkpointing:
-        recompute(world.blocks())
+        recompute(network.blocks)
     with _ranks(config, device) as ranks:
-        trained = _count_trained(world.network())
+        trained = _count_trained(network)
         # Positions and times would be rounded if blocks had their inputs cast.
-        spread(world.network(), world.blocks(), device, config.precision, cast_inputs=False)
+        spread(network, network.blocks, device, config.precision, cast_inputs=False)
         schedule = Schedule.of(config, FitRanks(rank=ranks.rank, size=ranks.size, sum=ranks.sum))
         loss = world.fine_tune(recordings, schedule, options)
         _write(world, config, source, ranks)
@@ -151,10 +153,10 @@ def check_fine_tuning(config: FitWorld) -> None:
 
 def _write(world: Any, config: FitWorld, source: Path, ranks: LearnerRanks) -> None:
     types = world.types(source)
-    merged = ((name, tensor.to(types[name])) for name, tensor in merged_tensors(world.network()))
+    merged = ((name, tensor.to(types[name])) for name, tensor in merged_tensors(world.network))
     tensors = gather_to_host(ranks, merged)
-    adapters = gather_to_host(ranks, adapter_tensors(world.network()).items())
+    adapters = gather_to_host(ranks, adapter_tensors(world.network).items())
     if ranks.rank == 0:
         world.rewrite(source, config.out, tensors, config.version)
         if adapters:
-            save_adapter(world.network(), config.out / ADAPTER_FOLDER, tensors=adapters)
+            save_adapter(world.network, config.out / ADAPTER_FOLDER, tensors=adapters)

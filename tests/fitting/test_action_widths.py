@@ -12,7 +12,7 @@ import torch
 from asyncrl import cli
 from asyncrl.commands.fit import main as fit
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.fit_policy import action_statistics, patch_size
+from asyncrl.fitting.fit_models import action_statistics, patch_size
 from asyncrl.fitting.loop import Schedule
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.wan import ActionScale, measured_scale, take_raw, take_scaled, windows

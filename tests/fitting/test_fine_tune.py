@@ -10,7 +10,7 @@ import torch
 
 from asyncrl import cli
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.fit_policy import fit_policy
+from asyncrl.fitting.fit_models import fit_policy
 from asyncrl.fitting.loop import Schedule, parts_of
 from asyncrl.fitting.sources import load_recordings
 from asyncrl.policies.lora import add_lora, merged_tensors

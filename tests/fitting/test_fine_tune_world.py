@@ -15,11 +15,10 @@ from safetensors.torch import load_file
 
 from asyncrl import cli
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.autoencoder import Latents
 from asyncrl.fitting.loop import ONE_RANK, FitRanks, Schedule
 from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.wan import WanFit, Windows, encode_recordings, window_losses
-from asyncrl.fitting.world import WorldOptions
+from asyncrl.fitting.world import Latents, WorldOptions
 from asyncrl.learner.fsdp import make_float32_masters, spread
 from asyncrl.learner.ranks import DistributedRanks
 from asyncrl.policies.acceleration import recompute

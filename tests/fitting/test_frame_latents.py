@@ -17,7 +17,6 @@ from torch import Tensor
 
 from asyncrl.errors import ConfigError
 from asyncrl.fitting import evac, opensora
-from asyncrl.fitting.autoencoder import CLIP_FRAMES
 from asyncrl.fitting.evac import (
     CAMERAS,
     LEAST_SPREAD,
@@ -34,7 +33,7 @@ from asyncrl.fitting.opensora import OpenSoraFit, measured_range
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.starts import first_states
-from asyncrl.fitting.world import FittedWorld, WorldOptions, fit_class
+from asyncrl.fitting.world import CLIP_FRAMES, FittedWorld, WorldOptions, fit_class
 from asyncrl.worlds.evac.conditions import condition_channels
 from asyncrl.worlds.evac.poses import Camera, PoseModel, roll_pitch_yaw, rotation
 from asyncrl.worlds.evac.world import EvacWorld

@@ -13,9 +13,15 @@ import torch
 from asyncrl import cli
 from asyncrl.commands.fit import main as fit
 from asyncrl.errors import ConfigError
-from asyncrl.fitting import autoencoder
-from asyncrl.fitting.fit_policy import action_statistics, check_imitable, fresh_policy, tokens_of
-from asyncrl.fitting.fit_reward import fit_reward, fresh_reward
+from asyncrl.fitting import world as worlds
+from asyncrl.fitting.fit_models import (
+    action_statistics,
+    check_imitable,
+    fit_reward,
+    fresh_policy,
+    fresh_reward,
+    tokens_of,
+)
 from asyncrl.fitting.loop import Schedule
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.settings import FitPolicy, FitWorld
@@ -112,7 +118,7 @@ def kitchen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     world = str(folder / "world")
     fit(["policy", *data, "--out", str(folder / "policy"), *steps])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(autoencoder, "MEASURED_CLIPS", 4)
+        patch.setattr(worlds, "MEASURED_CLIPS", 4)
         fit(["world", *data, "--out", world, "--vae-steps", "1", "--vae-batch", "1", *steps])
     fit(["reward", *data, "--world", world, *steps])
     fit(["starts", *data, "--out", str(folder / "starts.h5")])

@@ -15,13 +15,13 @@ import torch
 
 from asyncrl.commands.fit import write_starts
 from asyncrl.errors import AssetError, ConfigError
-from asyncrl.fitting.autoencoder import average_pictures, reconstruction_loss
-from asyncrl.fitting.fit_policy import fit_policy, shown_to
+from asyncrl.fitting.fit_models import fit_policy, shown_to
 from asyncrl.fitting.loop import BatchSource, Schedule
 from asyncrl.fitting.recordings import FrameFile, Recordings, cache_folder
 from asyncrl.fitting.settings import FitStarts
 from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.wan import encode_recordings, redraw, windows
+from asyncrl.fitting.world import average_pictures, reconstruction_loss
 from asyncrl.worlds.start_states import load_start_states
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
 from support.recorded import grown_peak, recorded_spec, recordings_of, write_recorded
@@ -310,7 +310,7 @@ def test_a_row_is_weighed_against_the_background_of_its_own_scene() -> None:
 FIT = """
 from asyncrl.fitting.settings import FitStarts
 from asyncrl.fitting.sources import load_recordings
-from asyncrl.fitting.fit_policy import fit_policy
+from asyncrl.fitting.fit_models import fit_policy
 from asyncrl.fitting.loop import Schedule
 from support.tiny_models import small_policy
 

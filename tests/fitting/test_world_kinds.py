@@ -19,8 +19,7 @@ from asyncrl.commands.collect import record
 from asyncrl.commands.fit import main as fit
 from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.fitting import autoencoder
-from asyncrl.fitting import world as world_table
+from asyncrl.fitting import world as worlds
 from asyncrl.fitting.loop import Schedule
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.sources import load_recordings
@@ -59,7 +58,7 @@ def fitted(table: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     """A folder of each kind, fitted on the tabletop in a few steps."""
     folder = tmp_path_factory.mktemp("worlds")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(autoencoder, "MEASURED_CLIPS", 2)
+        patch.setattr(worlds, "MEASURED_CLIPS", 2)
         for kind in KINDS:
             out = ["--out", str(folder / kind), "--version", "3"]
             assert fit(["world", "--kind", kind, "--data", str(table), *out, *STEPS]) == 0
@@ -81,44 +80,6 @@ def with_poses(tmp_path: Path, *, image_size: int = 32, simulator: str = "tablet
 def test_every_built_in_world_can_be_fitted_and_has_what_fitting_needs() -> None:
     assert set(KINDS) == set(registry.BUILT_IN["world"])
     assert not any(inspect.isabstract(fit_class(kind)) for kind in KINDS)
-
-
-class Toy:
-    """A fourth kind that fits nothing and writes down what it was asked for."""
-
-    image_size = 32
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-
-    @classmethod
-    def fresh(cls, size: str, vae_size: str, recordings: Recordings, options: WorldOptions) -> Toy:
-        return cls()
-
-    def to(self, device: torch.device) -> None:
-        self.asked.append(f"to {device}")
-
-    def fit_autoencoder(self, recordings: Recordings, schedule: Schedule) -> float:
-        self.asked.append(f"autoencoder {schedule.steps} x {schedule.batch} at {schedule.learning_rate}")
-        return 1.0
-
-    def fit_network(self, recordings: Recordings, schedule: Schedule, options: WorldOptions) -> float:
-        self.asked.append(f"network {schedule.steps} x {schedule.batch} at {schedule.learning_rate}")
-        return 2.0
-
-    def save(self, folder: Path, version: int) -> None:
-        folder.mkdir()
-        (folder / "asked.json").write_text(json.dumps([*self.asked, f"save {version}"]))
-
-
-def test_a_fourth_kind_is_one_line_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world_table, "KINDS", {**KINDS, "toy": f"{__name__}:Toy"})
-    with_poses(tmp_path / "data")
-    call = ["world", "--kind", "toy", "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")]
-    assert fit([*call, *STEPS]) == 0
-    assert json.loads((tmp_path / "out" / "asked.json").read_text()) == [
-        *("to cpu", "autoencoder 2 x 1 at 0.002", "network 2 x 2 at 0.001", "save 0")
-    ]
 
 
 # ---- whole fits ----------------------------------------------------------------------------------
@@ -196,7 +157,7 @@ def test_an_autoencoder_is_taken_over_and_draws_the_same_latents(
     [
         ("wan", "opensora", [], "--autoencoder is of the kinds opensora and evac"),
         ("evac", "wan", [], "encodes videos"),
-        ("opensora", "evac", ["--vae-size", "small"], r"has 9\d\d,\d{3} parameters, the fresh world's 2,"),
+        ("opensora", "evac", ["--vae-size", "small"], "has other layers than the fresh world's"),
     ],
 )
 def test_an_autoencoder_that_does_not_fit_is_refused(
@@ -252,7 +213,7 @@ def test_a_frame_by_frame_autoencoder_learns_the_table(table: Path) -> None:
         torch.manual_seed(0)
         world = fit_class("opensora").fresh("tiny", "tiny", read, OPTIONS)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(autoencoder, "MEASURED_CLIPS", 2)
+            patch.setattr(worlds, "MEASURED_CLIPS", 2)
             return world.fit_autoencoder(read, Schedule(steps=steps, batch=1, learning_rate=1e-2, seed=0))
 
     assert loss(25) < 0.8 * loss(1)
@@ -264,7 +225,7 @@ def test_a_frame_by_frame_autoencoder_learns_the_table(table: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "image_size", "poses", "simulator", "flags", "said"),
     [
-        ("sora", 32, True, "tabletop", [], "--kind sora is no kind .*wan, opensora, evac"),
+        ("sora", 32, True, "tabletop", [], "sora.*wan.*opensora.*evac"),
         ("opensora", 24, True, "tabletop", [], "pictures of 24 pixels.*16 x 16"),
         ("evac", 48, True, "tabletop", [], "pictures of 48 pixels.*32 x 32"),
         ("evac", 32, False, "tabletop", [], "recordings without poses"),

@@ -17,9 +17,9 @@ from torch import Tensor
 from asyncrl.commands import fit
 from asyncrl.devices.tensors import to_uint8
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.fitting.autoencoder import reconstruction_loss
 from asyncrl.fitting.fit_decoder import OPENING, ImaginedVideos, compare, fit_decoder, imagine_episodes, psnr
 from asyncrl.fitting.loop import Schedule
+from asyncrl.fitting.world import reconstruction_loss
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.rewards.files import RewardConfig
 from asyncrl.rewards.resnet import ResNetReward, RewardNetwork
