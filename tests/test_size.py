@@ -18,7 +18,7 @@ CEILINGS = {
     "devices": (640, 5),
     "doctor": (1359, 7),
     "evaluation": (1003, 6),
-    "fitting": (4200, 17),
+    "fitting": (4125, 15),
     "launch": (4835, 21),
     "learner": (3470, 16),
     "messaging": (1060, 6),
