@@ -97,7 +97,7 @@ def test_rounds_that_end_at_any_stage_continue(tmp_path, monkeypatch, capsys) ->
     assert ends >= ROUNDS
     for number in range(1, ROUNDS + 1):
         audits = [
-            pace.Verdicts.read(tmp_path / run / f"round-{number:03d}" / name)
+            pace.rates_of(tmp_path / run / f"round-{number:03d}" / name)
             for name in ("old.json", "new.json")
             for run in ("whole", "ended")
         ]

@@ -5,11 +5,13 @@ A line "`asyncrl NAME ARGUMENTS`: purpose" of the module's docstring is the comm
 
 from __future__ import annotations
 
-_SMALL = ("actor", "simulators", "keys", "configs", "metrics", "completion")
 _NAMES = (
     *("train", "actor", "evaluate", "audit", "pace", "collect", "recordings", "fit", "simulators"),
     *("convert", "replay", "check", "doctor", "runs", "status", "keys", "configs", "metrics", "completion"),
 )
+_SMALL = ("actor", "simulators", "keys", "configs", "metrics", "completion")
+_MODULES = dict.fromkeys(_SMALL, "small") | {"check": "doctor"}
 COMMANDS: dict[str, str] = {
-    name: f"asyncrl.commands.{f'small:{name}' if name in _SMALL else f'{name}:main'}" for name in _NAMES
+    name: f"asyncrl.commands.{f'{_MODULES[name]}:{name}' if name in _MODULES else f'{name}:main'}"
+    for name in _NAMES
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import tyro
 
 from asyncrl import registry
-from asyncrl.commands.evaluate import HeldOutConfig, check_json, checkpoint_version
+from asyncrl.commands.evaluate import HeldOutConfig, check_json
 from asyncrl.config.bounds import AtLeast, Within
 from asyncrl.config.help import ShortHelp
 from asyncrl.config.run import TrainConfig
@@ -91,12 +92,13 @@ def main(arguments: list[str]) -> int:
 
     config, run = _parse(arguments)
     check_json(config.json)
-    versions = _versions(config)
-    audited = _audit_all(config, run, versions)
+    policies = _policies(config)
+    audited = _audit_all(config, run, policies)
     head = f"world {config.world}, simulator {config.simulator}, temperature {config.temperature:g}"
     print(table(head, audited))
     audits = {name: Audit.of(episodes) for name, episodes in audited.items()}
-    _write_curves(config, versions, audits)
+    if run is not None:
+        _write_curves(config.checkpoint, {policies[name]: audit for name, audit in audits.items()})
     if config.json:
         rows = [
             {"name": name, **_plain(asdict(audit)), "episodes": [asdict(one) for one in audited[name]]}
@@ -107,22 +109,21 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _write_curves(config: AuditConfig, versions: dict[str, str], audits: dict[str, Audit]) -> None:
-    """Write curves of a run's checkpoints into its folder; of anything else none."""
+def _write_curves(checkpoint: str, audits: dict[str, Audit]) -> None:
+    """Write curves of a run's checkpoints into its folder; audits by their policies."""
     from asyncrl.evaluation.audit import metrics_of
     from asyncrl.launch.named_models import folder_part, run_of
     from asyncrl.observability.logger import start_command, write_curves
     from asyncrl.storage.assets import latest
 
-    run_dir = run_of(config.checkpoint)
     found = {}
-    for name, audit in audits.items():
-        folder = Path(folder_part(versions[name]))
-        number = checkpoint_version(latest(folder) or folder)
-        if run_dir is None or number is None:
-            return
-        found[number] = metrics_of(audit)
-    assert run_dir is not None
+    for policy, audit in audits.items():
+        folder = Path(folder_part(policy))
+        if number := re.fullmatch(r"update_(\d+)", (latest(folder) or folder).name):
+            found[int(number[1])] = metrics_of(audit)
+    run_dir = run_of(checkpoint)
+    if run_dir is None or not found:
+        return
     # A folder of its own: TensorBoard reads the newest file of a folder only, and a run may go on.
     folder = run_dir / "tensorboard" / "audit"
     try:
@@ -145,7 +146,7 @@ def _parse(arguments: list[str]) -> tuple[AuditConfig, RunSettings | None]:
     config, run = HELP.parse(AuditConfig, arguments), None
     if folder := run_of(config.checkpoint):
         run = settings_of_run(folder)
-        own, actor, algorithm = run.config, run.config.actor, run.config.algorithm
+        own = run.config
         models: dict[str, Any] = {"world": ""}
         if not (registry.names_code(own.world) or registry.names_code(own.reward)):
             models = {name: getattr(own, name) for name in ("world", "reward", "reward_settings")}
@@ -155,13 +156,13 @@ def _parse(arguments: list[str]) -> tuple[AuditConfig, RunSettings | None]:
             policy_settings=own.policy_settings if registry.names_code(config.checkpoint) else (),
             start_states=own.start_states,
             imagination=own.imagination,
-            max_decisions=actor.max_decisions,
-            success_threshold=actor.success_threshold,
+            max_decisions=own.actor.max_decisions,
+            success_threshold=own.actor.success_threshold,
             success_frames=own.success_frames,
             simulator=run.simulator,
             simulator_settings=run.simulator_settings,
-            temperature=algorithm.temperature,
-            top_k=algorithm.top_k,
+            temperature=own.algorithm.temperature,
+            top_k=own.algorithm.top_k,
         )
         config = HELP.parse(AuditConfig, arguments, default)
     for flag, value in (("world", config.world), ("simulator", config.simulator)):
@@ -178,7 +179,7 @@ def _parse(arguments: list[str]) -> tuple[AuditConfig, RunSettings | None]:
     return config, run
 
 
-def _versions(config: AuditConfig) -> dict[str, str]:
+def _policies(config: AuditConfig) -> dict[str, str]:
     """Return the policies to audit by their names in the table."""
     from asyncrl.launch.named_models import run_of
     from asyncrl.storage import checkpoint
@@ -189,15 +190,15 @@ def _versions(config: AuditConfig) -> dict[str, str]:
     if folder is None:
         raise ConfigError(f"--every-checkpoint needs a run's folder, and {config.checkpoint} is none.")
     kept = checkpoint.kept(folder)
-    chosen = config.versions or tuple(kept)
-    if not kept or not kept.keys() >= set(chosen):
-        asked = f"--versions names {list(chosen)}" if chosen else "--every-checkpoint needs one"
+    chosen = sorted(set(config.versions or kept))
+    if not chosen or not kept.keys() >= set(chosen):
+        asked = f"--versions names {list(config.versions)}" if chosen else "--every-checkpoint needs one"
         raise ConfigError(f"{asked}, but {folder} kept the checkpoints {list(kept)}. Name some of those.")
-    return {f"update {version}": str(kept[version]) for version in sorted(set(chosen))}
+    return {f"update {version}": str(kept[version]) for version in chosen}
 
 
 def _audit_all(
-    config: AuditConfig, run: RunSettings | None, versions: dict[str, str]
+    config: AuditConfig, run: RunSettings | None, policies: dict[str, str]
 ) -> dict[str, list[AuditedEpisode]]:
     from tqdm import tqdm
 
@@ -208,8 +209,8 @@ def _audit_all(
     from asyncrl.launch.named_models import named_policy
     from asyncrl.simulators.pool import SimulatorPool
 
-    device = take_device(config.device)
-    models = _load_models(config, next(iter(versions.values())), device)
+    device, found = take_device(config.device), {}
+    models = _load_models(config, next(iter(policies.values())), device)
     size, chunk = models.world.image_size, models.world.action_spec.chunk
     source = config.source(config.rows, image_size=size, horizon=models.max_decisions * chunk)
     with SimulatorPool(source, workers=config.workers) as pool:
@@ -217,17 +218,11 @@ def _audit_all(
         check_imagines(models.world, pool.spec, "the audit")
         if run is not None:
             refuse_foreign_tasks(run.tasks, pool.spec.tasks, config.simulator, "Choose another simulator.")
-        plays = evaluation_plays(
-            pool.spec,
-            episodes=config.episodes or (0 if pool.spec.trials else EPISODES),
-            seed=config.seed,
-            tasks=config.tasks,
-            trials=config.trials,
-            repeats=1,
-        )
-        found = {}
-        with tqdm(total=len(plays) * len(versions), desc="audit", unit="episode") as bar:
-            for name, text in versions.items():
+        chosen = {name: getattr(config, name) for name in ("seed", "tasks", "trials")}
+        episodes = config.episodes or (0 if pool.spec.trials else EPISODES)
+        plays = evaluation_plays(pool.spec, episodes=episodes, repeats=1, **chosen)
+        with tqdm(total=len(plays) * len(policies), desc="audit", unit="episode") as bar:
+            for name, text in policies.items():
                 if found:
                     models = replace(models, policy=named_policy(text, config.policy_settings).load(device))
                 found[name] = audit(

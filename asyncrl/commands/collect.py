@@ -16,12 +16,12 @@ from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import acting, check_fits
 from asyncrl.fitting.recordings import episodes_per_part, must_be_new, write_part
 from asyncrl.simulators.build import SimulatorSource
-from asyncrl.simulators.interface import Demonstrator, SimStart, SimulatorSpec, random_start, stored_start
+from asyncrl.simulators.interface import Demonstrator, SimStart, SimulatorSpec, random_start
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import HELD_OUT, Act, Play, SimulatedEpisode, chosen_tasks, rollout
 
 MOST_PLACES: Final = 8
-"""Episodes of a worker at once, unless set: their frames are in memory."""
+"""Episodes of a worker at once: their frames are in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +34,6 @@ class CollectConfig(PlayConfig):
     """Episodes to record."""
     seed: Annotated[int, AtLeast(0, "seeds are numbered from 0.", "Use 0.", highest=SEEDS)] = 0
     """First simulator seed. Below 1000000, which is where the seeds of `asyncrl evaluate` begin."""
-    stored: bool = False
-    """Record from the stored starts, trial by trial. They are what `asyncrl evaluate` plays: --force too."""
-    force: bool = False
-    """Record stored starts although a policy that is fitted on them is not evaluated fairly any more."""
     policy: str = ""
     """Recorded instead of the expert: folder, run, shipped name, package.module:Class@FOLDER."""
     expert: Demonstrator = field(default_factory=Demonstrator)
@@ -46,16 +42,6 @@ class CollectConfig(PlayConfig):
     """Steps until an episode is given up; 0: as in the simulator's protocol."""
     image_size: Annotated[int, AtLeast(0, "it counts pixels.", "Use 0.", highest=PIXELS)] = 0
     """Height and width of the pictures; 0: the simulator's own."""
-    places: Annotated[int, AtLeast(0, "it counts episodes.", "Use 0.", highest=65536)] = 0
-    """Episodes that each process plays at once; 0: as many as the simulator likes, at most 8."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.stored and not self.force:
-            raise ConfigError(
-                "--stored records the starts that `asyncrl evaluate` plays: what is fitted on them would be "
-                "evaluated on what it has seen. Leave it out for random starts, or add --force."
-            )
 
 
 ARGUMENTS: Final = CollectConfig
@@ -65,7 +51,7 @@ HELP: Final = ShortHelp(
     groups={
         "What is recorded": "out simulator simulator_settings episodes tasks seed image_size",
         "Who plays": "policy temperature expert.noise",
-        "How fast": "workers places",
+        "How fast": "workers",
     },
     examples=["asyncrl collect --out data/demos --episodes 1000 --expert.noise 0.1 0.25"],
 )
@@ -76,7 +62,6 @@ def main(arguments: list[str]) -> int:
     config = HELP.parse(CollectConfig, arguments, shown=CollectConfig(out=Path()))
     source = config.source(
         min(config.episodes, MOST_PLACES * config.workers),
-        places=config.places,
         image_size=config.image_size,
         horizon=config.horizon,
     )
@@ -108,26 +93,21 @@ def _record(config: CollectConfig, source: SimulatorSource) -> int:
     with SimulatorPool(source, workers=config.workers) as pool:
         if policy is not None:
             check_fits(policy, pool.spec)
-        starts = training_starts(
-            pool.spec, episodes=config.episodes, seed=config.seed, tasks=config.tasks, stored=config.stored
-        )
+        starts = training_starts(pool.spec, config.episodes, config.seed, config.tasks)
         about |= {"source": asdict(source)}
         return record(config.out, pool, act, starts, extra_decisions=extra, about=about)
 
 
 def training_starts(
-    spec: SimulatorSpec, *, episodes: int, seed: int, tasks: Sequence[str], stored: bool
+    spec: SimulatorSpec, episodes: int, seed: int, tasks: Sequence[str] = ()
 ) -> list[SimStart]:
-    """List the starts of a recording, task by task."""
-    if (stored or tasks) and not spec.trials:
+    """List random starts for a recording, task by task; stored ones are what `asyncrl evaluate` plays."""
+    if tasks and not spec.trials:
         raise ConfigError(
-            f"--stored and --tasks choose among stored starts, but in {spec.name} every seed is a start. "
-            "Leave them out."
+            f"--tasks chooses among the tasks of stored starts, but in {spec.name} every seed is a start. "
+            "Leave it out."
         )
     chosen = chosen_tasks(spec, tasks)
-    if stored:
-        of_all = [stored_start(spec, task, trial) for trial in range(spec.trials) for task in chosen]
-        return sorted(of_all[:episodes], key=lambda start: (start.task_id, start.trial))
     # A seed's task is its remainder: where there are tasks, these are all seeds of the chosen ones.
     stride, offsets = (len(spec.tasks), chosen) if spec.trials else (1, [0])
     last = seed + -(-episodes // len(offsets))

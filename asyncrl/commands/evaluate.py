@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -15,14 +14,7 @@ from asyncrl import registry
 from asyncrl.config.bounds import PIXELS, SEEDS, THREADS, AtLeast, Bounded, Within
 from asyncrl.config.help import ShortHelp
 from asyncrl.errors import ConfigError
-from asyncrl.evaluation.evaluate import (
-    Evaluation,
-    acting,
-    check_fits,
-    episode_row,
-    evaluate,
-    refuse_foreign_tasks,
-)
+from asyncrl.evaluation import evaluate
 from asyncrl.simulators.interface import Demonstrator
 from asyncrl.simulators.rollout import EPISODES, SEEDS_PER_EVALUATION, evaluation_plays
 
@@ -64,13 +56,7 @@ class PlayConfig(Bounded):
     """Where models run: cpu, cuda, or auto."""
 
     def source(self, episodes: int, *settings: str, places: int = 0, **sizes: int) -> SimulatorSource:
-        """Return the simulator of every worker.
-
-        Args:
-            episodes: Upper bound of the episodes, divided among the workers.
-            places: Episodes of a worker at once; 0: those that the simulator usually has.
-            sizes: Fields of the source.
-        """
+        """Return the simulator of every worker; `episodes` bounds the places where `places` is 0."""
         from asyncrl.simulators.build import SimulatorSource
 
         source = SimulatorSource(name=self.simulator, settings=(*self.simulator_settings, *settings), **sizes)
@@ -126,8 +112,6 @@ class EvaluateConfig(HeldOutConfig):
     """Keywords of the world's class: key=value ..."""
     movies: str = ""
     """Folder for a movie of every episode: .mp4 with the extra 'video', else .gif."""
-    tensorboard: str = ""
-    """Folder for the curves eval/*; of a checkpoint of a run, at its update."""
 
 
 ARGUMENTS: Final = EvaluateConfig
@@ -137,7 +121,7 @@ HELP: Final = ShortHelp(
     groups={
         "What is played": "simulator simulator_settings episodes tasks trials seed temperature",
         "How fast": "workers places device",
-        "What is written": "json movies video world tensorboard",
+        "What is written": "json movies video world",
     },
     examples=["asyncrl evaluate runs/mine --episodes 256 --video sheet.gif"],
 )
@@ -148,12 +132,20 @@ def main(arguments: list[str]) -> int:
     config, run = _parse(arguments)
     registry.resolve("simulator", config.simulator)
     check_json(config.json)
-    for flag, folder in (("--movies", config.movies), ("--tensorboard", config.tensorboard)):
-        if folder and Path(folder).exists() and not Path(folder).is_dir():
-            raise ConfigError(f"{flag} {folder} is a file, where a folder is expected. Choose another name.")
-    _refuse_idle(config)
+    expert = config.checkpoint == EXPERT
+    if config.repeats > 1 and (expert or not config.temperature):
+        alike = "the expert" if expert else "a policy at --temperature 0"
+        raise ConfigError(
+            f"--repeats is {config.repeats}, but {alike} plays a start alike each time, so that the "
+            "same episodes would count again. Use --repeats 1."
+        )
     if run is not None:
-        print(_settings_line(config, run))
+        top_k = f", top-k {config.top_k}" if config.top_k else ""
+        horizon = f", horizon {config.horizon}" if config.horizon else ""
+        own = run.config.algorithm.temperature
+        changed = "" if config.temperature == own else f" (the run's: {own:g})"
+        about = f"temperature {config.temperature:g}{changed}{top_k}{horizon}"
+        print(f"simulator {config.simulator}, {about}")
     _evaluate(config, run)
     return 0
 
@@ -170,14 +162,15 @@ def _parse(arguments: list[str]) -> tuple[EvaluateConfig, RunSettings | None]:
     if folder is None:
         return config, None
     run = settings_of_run(folder)
+    own = run.config
     default = EvaluateConfig(
-        policy_settings=run.config.policy_settings if registry.names_code(config.checkpoint) else (),
+        policy_settings=own.policy_settings if registry.names_code(config.checkpoint) else (),
         simulator=run.simulator,
         simulator_settings=run.simulator_settings,
-        horizon=run.config.simulator.horizon,
-        temperature=run.config.algorithm.temperature,
-        top_k=run.config.algorithm.top_k,
-        world=run.config.world if config.video and not registry.names_code(run.config.world) else "tabletop",
+        horizon=own.simulator.horizon,
+        temperature=own.algorithm.temperature,
+        top_k=own.algorithm.top_k,
+        world="tabletop" if registry.names_code(own.world) else own.world,
     )
     config = HELP.parse(EvaluateConfig, arguments, default)
     if not config.simulator:
@@ -189,30 +182,6 @@ def _parse(arguments: list[str]) -> tuple[EvaluateConfig, RunSettings | None]:
     if config.simulator != run.simulator and run.simulator_settings == config.simulator_settings:
         config = replace(config, simulator_settings=())  # They were another simulator's.
     return config, run
-
-
-def _settings_line(config: EvaluateConfig, run: RunSettings) -> str:
-    top_k = f", top-k {config.top_k}" if config.top_k else ""
-    horizon = f", horizon {config.horizon}" if config.horizon else ""
-    own = run.config.algorithm.temperature
-    changed = "" if config.temperature == own else f" (the run's: {own:g})"
-    return f"simulator {config.simulator}, temperature {config.temperature:g}{changed}{top_k}{horizon}"
-
-
-def _refuse_idle(config: EvaluateConfig) -> None:
-    player, expert = config.checkpoint, config.checkpoint == EXPERT
-    if expert and config.video:
-        raise ConfigError("--video draws what a policy did beside a world. Use --movies with the expert.")
-    if not expert and config.expert != Demonstrator():
-        raise ConfigError(f"--expert.* says how the expert plays, but {player} does. Leave it out.")
-    if not config.video and (config.world != "tabletop" or config.world_settings):
-        raise ConfigError("--world imagines the episodes of --video. Set --video too, or leave --world out.")
-    if config.repeats > 1 and (expert or not config.temperature):
-        alike = "the expert" if expert else "a policy at --temperature 0"
-        raise ConfigError(
-            f"--repeats is {config.repeats}, but {alike} plays a start alike each time, so that the "
-            "same episodes would count again. Use --repeats 1."
-        )
 
 
 def check_json(path: str) -> None:
@@ -228,20 +197,21 @@ def _evaluate(config: EvaluateConfig, run: RunSettings | None) -> None:
 
     from asyncrl.config.sections import ImaginationSettings
     from asyncrl.devices.tensors import take_device
-    from asyncrl.evaluation.contact_sheet import PAIRS, check_imagines, check_suffix, write_contact_sheet
+    from asyncrl.evaluation import contact_sheet
     from asyncrl.launch.named_models import named_policy, named_world
     from asyncrl.policies.interface import SamplingParams
     from asyncrl.simulators.pool import SimulatorPool
 
-    policy, checkpoint = None, EXPERT
+    policy, folder = None, EXPERT
     act: Act | Demonstrator = config.expert
     if config.checkpoint != EXPERT:
         named = named_policy(config.checkpoint, config.policy_settings)
-        policy, checkpoint = named.load(take_device(config.device)), str(named.folder)
-        act = acting(policy, SamplingParams(temperature=config.temperature, top_k=config.top_k), config.rows)
+        policy, folder = named.load(take_device(config.device)), str(named.folder)
+        sampling = SamplingParams(temperature=config.temperature, top_k=config.top_k)
+        act = evaluate.acting(policy, sampling, config.rows)
     world: World[Any] | None = None
     if config.video:  # Its errors come before the episodes are played.
-        check_suffix(Path(config.video))
+        contact_sheet.check_suffix(Path(config.video))
         imagining = named_world(config.world, config.world_settings)
         world = imagining.load(torch.device("cpu"), ImaginationSettings())
     size, kind = config.image_size, registry.resolve("simulator", config.simulator)
@@ -258,83 +228,60 @@ def _evaluate(config: EvaluateConfig, run: RunSettings | None) -> None:
     with SimulatorPool(source, config.workers) as pool:
         spec = pool.spec
         if policy is not None:
-            check_fits(policy, spec)
+            evaluate.check_fits(policy, spec)
             if run is not None and not config.other_tasks:
-                refuse_foreign_tasks(run.tasks, spec.tasks, config.simulator, OTHER_TASKS)
+                evaluate.refuse_foreign_tasks(run.tasks, spec.tasks, config.simulator, OTHER_TASKS)
         if world is not None:
-            check_imagines(world, spec)
+            contact_sheet.check_imagines(world, spec)
         chosen = {name: getattr(config, name) for name in ("episodes", "seed", "tasks", "trials", "repeats")}
         plays = evaluation_plays(spec, **chosen)
-        shown = PAIRS if world is not None else 0
-        result, played = evaluate(pool, act, plays, on_frames=_movie_writer(config), keep_frames=shown)
+        shown = contact_sheet.PAIRS if world is not None else 0
+        on_frames = _movie_writer(Path(config.movies)) if config.movies else None
+        result, played = evaluate.evaluate(pool, act, plays, on_frames=on_frames, keep_frames=shown)
     print(table(result))
     if spec.protocol:
         print(spec.protocol)
-    _write(config, checkpoint, source, spec, result, played)
+    if config.json:
+        _write_json(config, folder, source, spec, result, played)
+    if config.movies:
+        print(f"{len(played)} movies in {config.movies}")
     if world is not None:
-        write_contact_sheet(Path(config.video), played, world=world)
+        contact_sheet.write_contact_sheet(Path(config.video), played, world=world)
         print(f"contact sheet in {config.video}")
 
 
-def _write(
+def _write_json(
     config: EvaluateConfig,
     checkpoint: str,
     source: SimulatorSource,
     spec: SimulatorSpec,
-    result: Evaluation,
+    result: evaluate.Evaluation,
     episodes: list[SimulatedEpisode],
 ) -> None:
-    from asyncrl.observability import metrics_training as m
-    from asyncrl.observability.logger import write_curves
-
-    if config.json:
-        simulator = asdict(source) | {
-            name: getattr(spec, name) for name in ("max_steps", "image_size", "protocol")
-        }
-        del simulator["places"]  # They change speed, never a result.
-        player: dict[str, object] = {"temperature": config.temperature, "top_k": config.top_k}
-        if checkpoint == EXPERT:
-            player = {"expert": asdict(config.expert)}
-        content = {"checkpoint": checkpoint, "seed": config.seed} | player | {"simulator": simulator}
-        content |= result.as_dict() | {"episodes": [episode_row(episode) for episode in episodes]}
-        Path(config.json).write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
-    if config.tensorboard:
-        values = {
-            m.EVAL_SUCCESS: result.overall.rate,
-            m.EVAL_LOW: result.overall.low,
-            m.EVAL_HIGH: result.overall.high,
-            m.EVAL_EPISODES: float(result.overall.episodes),
-            m.EVAL_STEPS: result.mean_steps,
-        }
-        folder = Path(config.tensorboard) / config.simulator.replace(":", "_")
-        write_curves(folder, {checkpoint_version(Path(checkpoint)) or 0: values})
-    if config.movies:
-        print(f"{len(episodes)} movies in {config.movies}")
+    names = ("max_steps", "image_size", "protocol")
+    simulator = asdict(source) | {name: getattr(spec, name) for name in names}
+    del simulator["places"]  # They change speed, never a result.
+    player: dict[str, object] = {"temperature": config.temperature, "top_k": config.top_k}
+    if checkpoint == EXPERT:
+        player = {"expert": asdict(config.expert)}
+    content = {"checkpoint": checkpoint, "seed": config.seed} | player | {"simulator": simulator}
+    content |= result.as_dict() | {"episodes": [evaluate.episode_row(episode) for episode in episodes]}
+    Path(config.json).write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
-def _movie_writer(config: EvaluateConfig) -> Callable[[SimulatedEpisode], None] | None:
+def _movie_writer(folder: Path) -> Callable[[SimulatedEpisode], None]:
     from asyncrl.storage.media import movie_suffix, write_movie
-
-    if not config.movies:
-        return None
-    folder = Path(config.movies)
-    folder.mkdir(parents=True, exist_ok=True)
 
     def write(episode: SimulatedEpisode) -> None:
         outcome = "solved" if episode.solved else "failed"
         name = f"{episode.start.name.replace('/', '_')}_{episode.repeat}_{outcome}{movie_suffix()}"
         write_movie(folder / name, episode.frames, rate=20)
 
+    folder.mkdir(parents=True, exist_ok=True)
     return write
 
 
-def checkpoint_version(folder: Path) -> int | None:
-    """Return the updates of a checkpoint by its folder's name; None for any other folder."""
-    found = re.fullmatch(r"update_(\d+)", folder.name)
-    return int(found[1]) if found else None
-
-
-def table(result: Evaluation) -> str:
+def table(result: evaluate.Evaluation) -> str:
     """Format the success rates as aligned rows."""
     width = max(len(task) for task in [*result.by_task, "all tasks"])
     rows = [f"{task:<{width}}  {rate}" for task, rate in result.by_task.items()]

@@ -17,9 +17,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -72,6 +71,7 @@ class PaceConfig(Bounded):
 
 
 ARGUMENTS: Final = PaceConfig
+TITLES: Final = f"{'round':>5} {'imagined':>9} {'true':>7} {'wrong, old world':>17} {'new':>7}  next world"
 
 
 def main(arguments: list[str]) -> int:
@@ -82,61 +82,22 @@ def main(arguments: list[str]) -> int:
             f"{taken[0]} is set by `asyncrl pace`: the run is in --out, a round has --round-updates, and the "
             "same command line continues it. Leave it out."
         )
-    train = read_settings(rest)
-    rounds = Rounds(pace, rest, train)
+    rounds = Rounds(pace, rest, read_settings(rest))
     rounds.check_settings()
     lock = acquire(pace.out)  # A second command would delete what the first one is writing.
     try:
         rows = [rounds.play(number) for number in range(1, pace.rounds + 1)]
     finally:
         lock.release()
-    print("\n".join([TITLES, *map(str, rows)]))
+    print("\n".join([TITLES, *rows]))
     print(f"policy: {rounds.run}, next: asyncrl evaluate {shlex.quote(str(rounds.run))}")
     return 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdicts:
-    """Shares of the episodes of an audit."""
-
-    imagined: float
-    """Successes in imagination."""
-    true: float
-    """Successes of the same actions in the simulator."""
-    wrong: float
-    """Episodes in which these differ."""
-
-    @classmethod
-    def read(cls, path: Path) -> Verdicts:
-        """Read the file that `asyncrl audit --json` wrote."""
-        rates = read_json(path)["audits"][0]
-        names = {"imagined": "imagined_success", "true": "true_success", "wrong": "wrong"}
-        return cls(**{name: rates[rate]["rate"] for name, rate in names.items()})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Round:
-    """Result of a round."""
-
-    number: int
-    old: Verdicts
-    """Of the world that was trained in."""
-    new: Verdicts
-    """Of the refitted world."""
-
-    @property
-    def improved(self) -> bool:
-        """True if the refitted world has fewer wrong verdicts; a tie keeps the old one."""
-        return self.new.wrong < self.old.wrong
-
-    def __str__(self) -> str:
-        shares = self.old.imagined, self.old.true, self.old.wrong, self.new.wrong
-        imagined, true, old, new = (f"{share:.1%}" for share in shares)
-        kept = "new" if self.improved else "old"
-        return f"{self.number:>5} {imagined:>9} {true:>7} {old:>17} {new:>7}  {kept}"
-
-
-TITLES: Final = f"{'round':>5} {'imagined':>9} {'true':>7} {'wrong, old world':>17} {'new':>7}  next world"
+def rates_of(audit: Path) -> list[float]:
+    """Return the shares of imagined successes, true ones and wrong verdicts of `asyncrl audit --json`."""
+    rates = read_json(audit)["audits"][0]
+    return [rates[name]["rate"] for name in ("imagined_success", "true_success", "wrong")]
 
 
 class Rounds:
@@ -145,6 +106,7 @@ class Rounds:
     def __init__(self, pace: PaceConfig, train_flags: Sequence[str], train: TrainConfig) -> None:
         from asyncrl.evaluation.evaluate import simulator_of_tasks
         from asyncrl.launch.named_models import folder_part
+        from asyncrl.simulators.build import SimulatorSource
         from asyncrl.storage.assets import simulator_named, start_states_path, world_folder
         from asyncrl.worlds.start_states import load_start_states
 
@@ -153,69 +115,67 @@ class Rounds:
                 f"--world {train.world} cannot be refitted: it is a simulator or a class of your own. Name a "
                 "folder or a shipped world."
             )
-        self.pace, self._flags, self._train = pace, list(train_flags), train
         self.run = pace.out / "run"
-        self._world, first = train.world, world_folder(train.world)
+        self._pace, self._flags, self._train, self._world = pace, list(train_flags), train, train.world
+        first = world_folder(train.world)
         about = first / "world.json"
         self._first_version = int(read_json(about).get("version", 0)) if about.is_file() else 0
         reward = train.reward or (str(first) if not pace.reward_steps else "")
         self._reward = ["--reward", reward] if reward else []
         self._starts = start_states_path(train.start_states, folder_part(train.world))
         states = load_start_states(self._starts, keyframes=train.keyframes)
-        tasks = sorted({state.task for state in states})
-        self._simulator = train.evaluation.simulator or simulator_of_tasks(tasks)
-        if not self._simulator:
+        tasks, settings = sorted({state.task for state in states}), train.evaluation.simulator_settings
+        simulator = train.evaluation.simulator or simulator_of_tasks(tasks)
+        if not simulator:
             raise ConfigError(
                 f"no built-in simulator has the task {tasks[0]!r} of {self._starts}, so nothing true can be "
                 "recorded. Name one: --evaluation.simulator package.module:Class."
             )
+        own = ["--simulator-settings", *settings] if settings else []
+        workers = ["--workers", str(pace.workers), "--device", train.device]
+        self._simulator = ["--simulator", simulator, *own, *workers]
+        spec = SimulatorSource(name=simulator, settings=settings).spec()
+        self._audited = ["--episodes", str(pace.audit_episodes), "--seed", str(AUDITED)]
+        if spec.trials:
+            self._audited = ["--trials", str(min(spec.trials, -(-pace.audit_episodes // len(spec.tasks))))]
 
     def check_settings(self) -> None:
         """Write the settings into the folder, or compare them with those it was begun with."""
-        own = asdict(replace(self.pace, rounds=1, workers=1, data=(), out=Path()))
+        out, path = self._pace.out, self._pace.out / SETTINGS
+        own = asdict(replace(self._pace, rounds=1, workers=1, data=(), out=Path()))
         asked = json.loads(json.dumps(own | {"train": self._flags}, default=str))
-        path = self.pace.out / SETTINGS
         if not path.is_file():
-            if self.pace.out.is_dir() and any(self.pace.out.iterdir()):
-                raise ConfigError(f"--out {self.pace.out} holds other files. Choose a new folder.")
-            self.pace.out.mkdir(parents=True, exist_ok=True)
+            if out.is_dir() and any(out.iterdir()):
+                raise ConfigError(f"--out {out} holds other files. Choose a new folder.")
+            out.mkdir(parents=True, exist_ok=True)
             write_text(path, json.dumps(asked, indent=1) + "\n")
         begun = read_json(path)
         for name, value in asked.items():
             if begun.get(name) != value:
                 raise ConfigError(
-                    f"--out {self.pace.out} was begun with {name} {begun.get(name)}, not {value}. Give the "
+                    f"--out {out} was begun with {name} {begun.get(name)}, not {value}. Give the "
                     "same command line to continue it, or choose a new folder."
                 )
 
-    def play(self, number: int) -> Round:
-        """Do the stages of a round that are left, and train in the better world from then on."""
-        folder = self.pace.out / f"round-{number:03d}"
+    def play(self, number: int) -> str:
+        """Do the stages of a round that are left, train in the better world from then on; return a row."""
+        folder = self._pace.out / f"round-{number:03d}"
         folder.mkdir(exist_ok=True)
-        policy = self._train_to(number * self.pace.round_updates)
-        self._make(folder / "recordings", lambda out: [self._record(number, policy, out)])
-        self._make(folder / "world", lambda out: self._refit(number, folder, out))
-        audits = {}
+        policy = self._train_to(number * self._pace.round_updates)
+        self._record(folder / "recordings", policy, number)
+        self._refit(folder / "world", number)
+        audit, found = ["audit", policy, *self._reward, *self._simulator, *self._audited], []
         for name, world in (("old", self._world), ("new", str(folder / "world"))):
             path = folder / f"{name}.json"
-            self._make(path, lambda out, world=world: [self._audit(policy, world, out)])
-            audits[name] = Verdicts.read(path)
-        result = Round(number=number, **audits)
-        print(f"{TITLES}\n{result}", flush=True)
-        if result.improved:
+            _make(path, [[*audit, "--world", world, "--json", str(_part(path))]])
+            found.append(rates_of(path))
+        (imagined, true, old), (*_, new) = found
+        if new < old:  # A tie keeps the old one.
             self._world = str(folder / "world")
-        return result
-
-    def _make(self, path: Path, commands: Callable[[Path], list[list[str]]]) -> None:
-        """Run the commands that write an output, unless it is there; it gets its name when they are done."""
-        if path.exists():
-            return
-        part = path.with_name(f"part-{path.name}")
-        if part.is_dir():
-            shutil.rmtree(part)
-        for arguments in commands(part):
-            run_command(arguments)
-        part.rename(path)
+        row = f"{number:>5} {imagined:>9.1%} {true:>7.1%} {old:>17.1%} {new:>7.1%}  "
+        row += "new" if new < old else "old"
+        print(f"{TITLES}\n{row}", flush=True)
+        return row
 
     def _train_to(self, updates: int) -> str:
         """Train to an update unless it was reached; returns its checkpoint as --policy takes it."""
@@ -234,51 +194,40 @@ class Rounds:
         name, _ = registry.split(self._train.policy)
         return f"{name}@{kept[updates]}" if name else str(kept[updates])
 
-    def _record(self, number: int, policy: str, out: Path) -> list[str]:
-        seed = RECORDED + (number - 1) * self.pace.episodes
-        return [
-            *("collect", "--out", str(out), "--policy", policy, *self._simulator_flags()),
-            *("--episodes", str(self.pace.episodes), "--seed", str(seed)),
-            *("--temperature", str(self._train.algorithm.temperature)),
-        ]
+    def _record(self, out: Path, policy: str, number: int) -> None:
+        episodes, temperature = self._pace.episodes, self._train.algorithm.temperature
+        seed = RECORDED + (number - 1) * episodes
+        collect = ["collect", "--out", str(_part(out)), "--policy", policy, *self._simulator]
+        sizes = ["--episodes", str(episodes), "--seed", str(seed), "--temperature", str(temperature)]
+        _make(out, [[*collect, *sizes]])
 
-    def _refit(self, number: int, folder: Path, out: Path) -> list[list[str]]:
-        recorded = [str(path) for path in sorted(folder.parent.glob("round-*/recordings"))]
-        data = ["--data", *recorded, *map(str, self.pace.data), "--device", self._train.device]
-        world = [
-            *("fit", "world", "--refine", self._world, "--out", str(out), *data),
-            *("--steps", str(self.pace.world_steps), "--version", str(self._first_version + number)),
-            *shlex.split(self.pace.fit_flags),
-        ]
-        steps = ["--steps", str(self.pace.reward_steps)]
-        return [world] if self._reward else [world, ["fit", "reward", "--world", str(out), *data, *steps]]
+    def _refit(self, out: Path, number: int) -> None:
+        part, pace = str(_part(out)), self._pace
+        recorded = sorted(pace.out.glob("round-*/recordings"))
+        data = ["--data", *map(str, [*recorded, *pace.data]), "--device", self._train.device]
+        version = ["--version", str(self._first_version + number), *shlex.split(pace.fit_flags)]
+        world = ["fit", "world", "--refine", self._world, "--out", part, "--steps", str(pace.world_steps)]
+        reward = ["fit", "reward", "--world", part, "--steps", str(pace.reward_steps), *data]
+        _make(out, [[*world, *data, *version], *([] if self._reward else [reward])])
 
-    def _audit(self, policy: str, world: str, out: Path) -> list[str]:
-        models = ["--world", world, *self._reward, *self._simulator_flags()]
-        return ["audit", policy, *models, *self._audit_starts, "--json", str(out)]
 
-    @cached_property
-    def _audit_starts(self) -> list[str]:
-        from asyncrl.simulators.build import SimulatorSource
+def _part(path: Path) -> Path:
+    return path.with_name(f"part-{path.name}")
 
-        settings = self._train.evaluation.simulator_settings
-        spec = SimulatorSource(name=self._simulator, settings=settings).spec()
-        if spec.trials:
-            return ["--trials", str(min(spec.trials, -(-self.pace.audit_episodes // len(spec.tasks))))]
-        return ["--episodes", str(self.pace.audit_episodes), "--seed", str(AUDITED)]
 
-    def _simulator_flags(self) -> list[str]:
-        settings = self._train.evaluation.simulator_settings
-        own = ["--simulator-settings", *settings] if settings else []
-        workers = ["--workers", str(self.pace.workers), "--device", self._train.device]
-        return ["--simulator", self._simulator, *own, *workers]
+def _make(path: Path, commands: list[list[str]]) -> None:
+    """Run the commands that write an output, unless it is there; it gets its name when they are done."""
+    if path.exists():
+        return
+    if _part(path).is_dir():
+        shutil.rmtree(_part(path))
+    for arguments in commands:
+        run_command(arguments)
+    _part(path).rename(path)
 
 
 def run_command(arguments: Sequence[str]) -> None:
-    """Run an `asyncrl` command in a process group of its own that ends with this process.
-
-    SIGINT, SIGTERM and SIGHUP interrupt the command, which then saves what it can.
-    """
+    """Run an `asyncrl` command in a process group of its own that ends with this process."""
     print(f"\n$ asyncrl {shlex.join(arguments)}", flush=True)
     command, parent = [sys.executable, "-m", "asyncrl", *arguments], os.getpid()
     with interrupts_raised():
@@ -287,7 +236,7 @@ def run_command(arguments: Sequence[str]) -> None:
         )
         try:
             code = child.wait()
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # By SIGTERM and SIGHUP too: the command saves what it can.
             os.killpg(child.pid, signal.SIGINT)
             child.wait()
             raise RunError(

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import re
 import sys
@@ -26,7 +25,7 @@ import asyncrl
 from asyncrl import registry
 from asyncrl.commands import COMMANDS
 from asyncrl.config.bounds import AtLeast, Bounded
-from asyncrl.config.help import ALL, subcommands
+from asyncrl.config.help import subcommands
 from asyncrl.errors import AsyncRLError, ConfigError, first_line
 from asyncrl.launch import join
 from asyncrl.launch.join import JoinOptions
@@ -55,14 +54,11 @@ class MetricsConfig:
     """The page of all waits instead (docs/waits.md)."""
 
 
-Shell = Literal["bash", "zsh", "fish"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class CompletionConfig:
-    """Print a script by which a shell completes commands, flags and files (docs/quickstart.md)."""
+    """Print a script by which a shell completes commands and flags (docs/quickstart.md)."""
 
-    shell: Annotated[Shell, tyro.conf.Positional, tyro.conf.arg(metavar="SHELL")]
+    shell: Annotated[Literal["bash", "zsh", "fish"], tyro.conf.Positional, tyro.conf.arg(metavar="SHELL")]
     """bash, zsh or fish."""
 
 
@@ -209,95 +205,24 @@ def metrics(arguments: list[str]) -> int:
     return 0
 
 
-_SPEC: Final = "COMPLETION_SPEC = "
-"""Begins the line of the script that holds all commands and flags, as Python writes them."""
-_ZSH_CALL: Final = '_tyro_asyncrl "$@"'
-"""Ends the script for zsh; `_POSITIONAL` has its own."""
-_POSITIONAL: Final[dict[Shell, str]] = {
-    "bash": """
-# A word that is no flag: a subcommand or a value, else a file; of settings where these are taken.
-_asyncrl() {
-  local word="${COMP_WORDS[COMP_CWORD]}" IFS=$'\\n' one
-  local -a found=()
-  _tyro_asyncrl
-  for one in "${COMPREPLY[@]}"; do
-    [[ -n $one && ( $one != -* || $word == -* ) ]] && found+=("$one")
-  done
-  if [[ ${#found[@]} == 0 && $COMP_CWORD -gt 1 && $word != -* ]]; then
-    case "${COMP_WORDS[1]}" in
-      train | doctor) found=($(compgen -f -X '!*.toml' -- "$word"; compgen -f -X '!*.json' -- "$word"
-                               compgen -d -- "$word")) ;;
-      *) found=($(compgen -f -- "$word")) ;;
-    esac
-    compopt -o filenames 2>/dev/null
-  fi
-  COMPREPLY=("${found[@]}")
-}
-complete -F _asyncrl asyncrl
-""",
-    "zsh": """
-# A word that is no flag: a subcommand or a value, or a file.
-_tyro_asyncrl "$@"
-if (( CURRENT > 2 )) && [[ "${words[CURRENT]}" != -* ]]; then
-  _files
-fi
-""",
-    "fish": """
-# A word behind a command may be a file.
-complete --command asyncrl --force-files --condition 'test (count (commandline -opc)) -gt 1'
-""",
-}
-"""Added to tyro's script, which completes commands, flags and their values, but no positional words."""
-
-
 def completion(arguments: list[str]) -> int:
-    """Print the script."""
-    print(script(tyro.cli(CompletionConfig, args=arguments, prog="asyncrl completion").shell))
-    return 0
-
-
-def script(shell: Shell) -> str:
-    """Let tyro write the script for the whole program, and add the positional words."""
+    """Print tyro's script for the whole program."""
+    shell = tyro.cli(CompletionConfig, args=arguments, prog="asyncrl completion").shell
     written = io.StringIO()
-    program = subcommands({name: _as_class(name) for name in COMMANDS})
     with contextlib.redirect_stdout(written), contextlib.suppress(SystemExit):
         tyro.cli(
-            program,
+            subcommands({name: arguments_of(name) for name in COMMANDS}),
             prog="asyncrl",
             args=["--tyro-write-completion", shell, "-"],
             config=(tyro.conf.OmitSubcommandPrefixes,),
         )
-    # The scripts read a line for each flag: no line ends within the help of one.
-    lines = [
-        re.sub(r"\\+n\s*", " ", line) if _SPEC in line else line
-        for line in written.getvalue().rstrip().split("\n")
-    ]
-    return "\n".join(lines).removesuffix(_ZSH_CALL).rstrip() + "\n" + _POSITIONAL[shell]
+    # The script reads a line for each flag: no line ends within the help of one.
+    flags = re.compile(r"^COMPLETION_SPEC = .*", re.MULTILINE)
+    print(flags.sub(lambda line: re.sub(r"\\+n\s*", " ", line[0]), written.getvalue()), end="")
+    return 0
 
 
 def arguments_of(command: str) -> Any:
     """Return the type that tyro parses the command's arguments into."""
-    takes = _module(command).ARGUMENTS
+    takes = import_module(COMMANDS[command].partition(":")[0]).ARGUMENTS
     return takes[command] if isinstance(takes, dict) else takes
-
-
-def _module(command: str) -> Any:
-    return import_module(COMMANDS[command].partition(":")[0])
-
-
-def _as_class(command: str) -> Any:
-    """Return a class that takes the command's arguments: its subcommands, or its settings and own flags."""
-    takes = arguments_of(command)
-    plain = takes.__origin__ if hasattr(takes, "__metadata__") else takes
-    if not isinstance(plain, type):
-        return dataclasses.make_dataclass(command, [("wanted", takes)])
-    if not (short := getattr(_module(command), "HELP", None)):
-        return takes
-    flags = [
-        (one.partition(" ")[0][2:].replace("-", "_"), str if " " in one else bool)
-        for one in (ALL, *short.own)
-    ]
-    fields = [
-        (flag, tyro.conf.FlagCreatePairsOff[kind], dataclasses.field(default=kind())) for flag, kind in flags
-    ]
-    return dataclasses.make_dataclass(command, fields, bases=(takes,), frozen=True, kw_only=True)

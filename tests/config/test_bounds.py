@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from asyncrl.commands.audit import AuditConfig
-from asyncrl.commands.check import CheckConfig
 from asyncrl.commands.collect import CollectConfig
 from asyncrl.commands.convert import ConvertConfig
+from asyncrl.commands.doctor import CheckConfig
 from asyncrl.commands.evaluate import EvaluateConfig
 from asyncrl.commands.replay import Imagine
 from asyncrl.config.loading import load_file, parse

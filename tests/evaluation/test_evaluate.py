@@ -240,8 +240,6 @@ def test_what_a_policy_must_not_choose_is_one_sentence(chosen: np.ndarray, said:
     ("flags", "said"),
     [
         (["--json", "."], "is a folder, where a file is expected"),
-        (["--expert.retry"], "says how the expert plays, but tabletop does"),
-        (["--world", "my_world"], "--world imagines the episodes of --video"),
         (["--repeats", "2", "--temperature", "0"], "plays a start alike each time"),
         (["--expert.noise", "0.5", "0.1"], "between these two deviations, the smaller one first"),
         (["--expert.noise", "-0.1", "0.1"], "between these two deviations, the smaller one first"),

@@ -258,7 +258,7 @@ def test_files_hold_the_episodes_in_the_order_of_their_starts(tmp_path: Path) ->
         return np.zeros((len(shown.tasks), 8, 7), np.float32)
 
     with SimulatorPool(SimulatorSource(name=COUNTING, places=3), workers=0) as pool:
-        starts = training_starts(pool.spec, episodes=40, seed=100, tasks=(), stored=False)
+        starts = training_starts(pool.spec, 40, 100)
         assert record(tmp_path, pool, idle, starts, extra_decisions=0, about={}) == 40
     read = load_recordings([tmp_path])
     assert read.seeds.tolist() == list(range(100, 140))
@@ -277,19 +277,17 @@ def test_files_hold_the_episodes_in_the_order_of_their_starts(tmp_path: Path) ->
 def test_training_starts_keep_away_from_those_of_evaluation() -> None:
     with SimulatorPool(SimulatorSource(name=COUNTING, settings=("trials=3",)), workers=0) as pool:
         spec = pool.spec
-    starts = training_starts(spec, episodes=5, seed=0, tasks=(), stored=False)
+    starts = training_starts(spec, 5, 0)
     assert [start.name for start in starts] == [
         *("counting/0/seed-0", "counting/0/seed-2", "counting/0/seed-4"),
         *("counting/1/seed-1", "counting/1/seed-3"),
     ]
-    chosen = training_starts(spec, episodes=2, seed=7, tasks=("put c on d", "1"), stored=False)
+    chosen = training_starts(spec, 2, 7, ("put c on d", "1"))
     assert [start.name for start in chosen] == ["counting/1/seed-15", "counting/1/seed-17"]
-    stored = training_starts(spec, episodes=4, seed=0, tasks=(), stored=True)
-    assert [(start.task_id, start.trial) for start in stored] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     with pytest.raises(ConfigError, match="held-out seeds"):
-        training_starts(spec, episodes=2, seed=500_000, tasks=(), stored=False)
+        training_starts(spec, 2, 500_000)
     with pytest.raises(ConfigError, match="the nearest is 0, 'put a on b'"):
-        training_starts(spec, episodes=2, seed=0, tasks=("put a on a b",), stored=False)
+        training_starts(spec, 2, 0, ("put a on a b",))
 
 
 def test_collect_runs_its_policy_on_the_device_that_is_named(tmp_path: Path, capsys) -> None:
