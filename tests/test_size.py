@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 CEILINGS = {
     "": (1010, 8),
     "actors": (1260, 5),
-    "commands": (3160, 15),
+    "commands": (2945, 14),
     "config": (1260, 7),
     "devices": (640, 5),
     "doctor": (1359, 7),
