@@ -19,9 +19,9 @@ from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import trackers
 from asyncrl.observability.logger import MetricsLogger, flat, start_command
-from asyncrl.storage import assets, checkpoint, provenance
+from asyncrl.storage import assets, checkpoint
 from asyncrl.storage.assets import simulator_named
-from asyncrl.storage.run_folder import BEST
+from asyncrl.storage.run_folder import BEST, recorded_start
 from asyncrl.storage.untrusted import read_json_lines
 
 if TYPE_CHECKING:
@@ -309,7 +309,7 @@ def check_sinks(config: TrainConfig) -> None:
 
 
 @contextmanager
-def opened_log(config: TrainConfig, start: LearnerStart, ranks: int = 1) -> Iterator[MetricsLogger]:
+def opened_log(config: TrainConfig, start: LearnerStart) -> Iterator[MetricsLogger]:
     """Open the log of a run and the sinks of its rows for the length of the block."""
     command = start_command()
     log = MetricsLogger(
@@ -324,15 +324,15 @@ def opened_log(config: TrainConfig, start: LearnerStart, ranks: int = 1) -> Iter
         sent = trackers.Trackers(config.log_with, start.run_dir, log.banner, command=command)
         stack.enter_context(sent)  # Ended last: it reads what the log wrote.
         stack.enter_context(log)
-        begun = provenance.this_start(
+        kept = recorded_start(
+            start.run_dir,
             attempt=start.identity.attempt,
             command=command,
-            from_update=start.version,
-            ranks=ranks,
-            gpus=start.policy.device.type == "cuda",
+            version=start.version,
+            updates=config.updates,
+            tell=log.banner,
         )
-        kept = provenance.Provenance(start.run_dir, begun, updates=config.updates, tell=log.banner)
-        log.readers += [sent.note, stack.enter_context(kept).note]
+        log.readers += [sent.note, stack.enter_context(kept)]
         if config.monitor.listen:
             from asyncrl.observability import monitor
 

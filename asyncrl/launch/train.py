@@ -150,7 +150,7 @@ def lead(asked: TrainConfig, job: Job, hosts: Hosts, stop: StopFlag) -> int:
     config, start, run_dir, placement = run.config, run.start, run.start.run_dir, run.placement
     with (
         logged_to(run_dir / "logs" / "learner-0.log"),
-        console.opened_log(config, start, job.size) as log,
+        console.opened_log(config, start) as log,
         endpoints.opened(hosts, run_dir, start.identity) as (sockets, endpoint),
         ExitStack() as ending,
     ):

@@ -10,18 +10,28 @@ runs/2025-01-31_12-00-00/
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
+import importlib.metadata
+import json
 import os
+import platform
+import socket
+import subprocess
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
+from asyncrl import __version__
 from asyncrl.config.loading import existing_settings, to_json
 from asyncrl.config.run import TrainConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, first_line
 from asyncrl.observability import metrics_training as m
 from asyncrl.storage import run_owner
 from asyncrl.storage.assets import kept
@@ -316,3 +326,109 @@ def is_whole(checkpoint: Path) -> bool:
         return all((checkpoint / name).stat().st_size == nbytes for name, nbytes in files.items())
     except (OSError, ValueError):
         return False
+
+
+# --- starts of a run ---
+
+PROVENANCE: Final = "provenance.json"
+"""``{"format": 1, "starts": [{"attempt": 1, "command": ...}, ...]}``; a start that was killed has no end."""
+PACKAGES: Final = (
+    "torch",
+    "transformers",
+    "diffusers",
+    "peft",
+    "accelerate",
+    "numpy",
+    "h5py",
+    "pyzmq",
+    "mujoco",
+)
+
+
+@contextmanager
+def recorded_start(
+    run_dir: Path, *, attempt: int, command: str, version: int, updates: int, tell: Callable[[str], None]
+) -> Iterator[Callable[[int, object], None]]:
+    """Record a start of a run and its end in provenance.json; yields a reader of the log's rows.
+
+    `tell` receives a line if the file cannot be read or written; a damaged file is left as it is.
+    """
+    path, reached = run_dir / PROVENANCE, version
+    commit, dirty = git_state(Path(__file__).parents[2])
+    start: dict[str, Any] = {
+        **{"attempt": attempt, "command": command, "host": socket.gethostname(), "began": _now()},
+        **{"ended": "", "how": "", "from_update": version, "to_update": version},
+        **{"commit": commit, "dirty": dirty, "versions": _versions()},
+    }
+
+    def put() -> None:
+        key = (start["attempt"], start["began"])
+        try:
+            others = [row for row in read_starts(run_dir) if (row.get("attempt"), row.get("began")) != key]
+            write_text(path, json.dumps({"format": 1, "starts": [*others, start]}, indent=2) + "\n")
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            tell(f"{path}: this start cannot be added ({reason}). The run goes on without")
+
+    def note(step: int, values: object) -> None:
+        nonlocal reached
+        reached = step
+
+    how = "stopped"
+    put()
+    try:
+        yield note
+        how = "finished" if reached >= updates else how
+    except Exception as error:
+        how = f"failed: {type(error).__name__}: {first_line(error)}"
+        raise
+    finally:
+        start |= {"ended": _now(), "how": how, "to_update": reached}
+        put()
+
+
+def read_starts(run_dir: Path) -> list[dict[str, Any]]:
+    """Read the starts of a run, oldest first; none without a file. Times are UTC in ISO 8601."""
+    try:
+        table = load_json(run_dir / PROVENANCE)
+    except FileNotFoundError:
+        return []
+    starts = table.get("starts")
+    if table.get("format") != 1 or not isinstance(starts, list) or not all(type(x) is dict for x in starts):
+        raise ValueError("it is no list of starts in format 1")
+    return starts
+
+
+def git_state(checkout: Path) -> tuple[str, bool]:
+    """Return the commit of a checkout ('' if unknown), and whether tracked files differ from it."""
+
+    def git(*arguments: str) -> str:
+        # A file system monitor is a program that the checkout's settings name.
+        command = ["git", "-c", "core.fsmonitor=false", "-C", str(checkout), *arguments]
+        environ = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}
+        try:
+            done = subprocess.run(  # noqa: S603
+                command, capture_output=True, text=True, timeout=10.0, env=environ, check=True
+            )
+        except (
+            OSError,
+            subprocess.SubprocessError,
+            UnicodeError,
+        ):  # No git, or it does not trust the folder.
+            return ""
+        return done.stdout.strip()
+
+    commit = git("rev-parse", "HEAD") if (checkout / ".git").exists() else ""
+    return commit, bool(commit and git("status", "--porcelain", "--untracked-files=no"))
+
+
+def _versions() -> dict[str, str]:
+    found = {"asyncrl": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -20,7 +20,8 @@ from asyncrl.launch import endpoints
 from asyncrl.launch.job import Hosts
 from asyncrl.observability import process_status
 from asyncrl.replay.store import PATTERN
-from asyncrl.storage import checkpoint, provenance, run_owner
+from asyncrl.storage import checkpoint, run_owner
+from asyncrl.storage.run_folder import read_starts
 from support.tiny_models import write_models
 from support.whole_runs import ACTOR, PATIENCE, TRAIN, Program, free_port, left_over, reach, rows
 
@@ -149,7 +150,7 @@ def test_an_actor_that_is_killed_comes_back_ctrl_c_leaves_a_checkpoint_and_resum
     assert list((living.folder / "tmp").glob("asyncrl-*")) == []
     with pytest.raises(ConnectionRefusedError):
         living.get("/healthz")
-    (start,) = provenance.read(run)
+    (start,) = read_starts(run)
     assert (start["how"], start["to_update"]) == ("stopped", reached)
     assert start["command"].startswith("asyncrl train ")
 

@@ -19,7 +19,7 @@ from asyncrl.evaluation.evaluate import SuccessRate
 from asyncrl.evaluation.run_checkpoints import EvaluatedVersion
 from asyncrl.policies.lora import save_adapter
 from asyncrl.policies.openvla.model_card import NO_RUN, about_run, card
-from asyncrl.storage import provenance
+from asyncrl.storage import run_folder
 from asyncrl.storage.checkpoint import _write_state
 from support.adapters import adapted, small
 from support.published import CONFIG, run_cli, some_policy
@@ -125,7 +125,7 @@ def test_settings_are_the_runs_and_paths_lose_what_tells_of_their_owner(tmp_path
         "devices": ("H100, 80 GB",),
         "ranks": 2,
     }
-    (tmp_path / provenance.NAME).write_text(json.dumps({"format": 1, "starts": [start]}))
+    (tmp_path / run_folder.PROVENANCE).write_text(json.dumps({"format": 1, "starts": [start]}))
     text = card_of(checkpoint)
     for row in (
         "| `--policy` | SFT |",
@@ -136,7 +136,7 @@ def test_settings_are_the_runs_and_paths_lose_what_tells_of_their_owner(tmp_path
         "| `--optimizer.learning-rate` | 2e-05 |",
         "| `--lora.rank` | 32 |",
         f"| `--replay.max-lag` | {SETTINGS.replay.max_lag} |",
-        "Run on H100, 80 GB with asyncrl 0.1.0, torch 2.13.0; commit 0123456789ab with changes.",
+        "Run with asyncrl 0.1.0, torch 2.13.0; commit 0123456789ab with changes.",
     ):
         assert row in text
     for private in ("someone", "secret", "rack7", "--replay.keys"):
@@ -189,7 +189,7 @@ def test_an_export_of_a_run_has_a_card_and_the_run_has_none(tmp_path: Path) -> N
     assert "| **40, this one** | 50.0% |" in text
     assert "Other stacks cannot build vision towers of 24 and 32 channels" in text
     assert not list((tmp_path / "run").rglob("README.md"))
-    (tmp_path / "run" / provenance.NAME).write_text("{")
+    (tmp_path / "run" / run_folder.PROVENANCE).write_text("{")
     assert run_cli(checkpoint, tmp_path / "none") == 2
     assert not (tmp_path / "none").exists(), "a damaged file is found before a weight is written"
 

@@ -19,7 +19,8 @@ from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import REGISTRY
 from asyncrl.replay_tools.episodes import read_rows, replay_folder
 from asyncrl.simulators.tabletop.simulator import Tabletop
-from asyncrl.storage import checkpoint, provenance
+from asyncrl.storage import checkpoint
+from asyncrl.storage.run_folder import read_starts
 from asyncrl.worlds.start_states import save_start_states
 from support.event_files import curves_in
 from support.tiny_models import GROUP_SIZE, start_state, write_models
@@ -61,8 +62,8 @@ def test_an_inline_run_leaves_a_checkpoint_a_log_and_a_readable_replay(models, t
     assert examination.sizes is not None
     written = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
     assert examination.sizes.checkpoint == pytest.approx(written, rel=0.05)
-    (start,) = provenance.read(run)
-    assert [start[key] for key in ("how", "from_update", "to_update", "ranks")] == ["finished", 0, 2, 1]
+    (start,) = read_starts(run)
+    assert [start[key] for key in ("how", "from_update", "to_update")] == ["finished", 0, 2]
     curves, first = curves_in(run / "tensorboard"), rows(run)[0]
     never = {name for name in first if not name.startswith("env/") and not any(r[name] for r in rows(run))}
     assert "replay/dropped_invalid" in never

@@ -115,7 +115,7 @@ def _about_run(checkpoint: Path, *, imagined: bool) -> Iterator[str]:
         start = (read_json(run_dir / "provenance.json").get("starts") or [{}])[-1]
         versions = ", ".join(f"{name} {v}" for name, v in start.get("versions", {}).items())
         commit = str(start.get("commit", ""))[:12] + " with changes" * bool(start.get("dirty"))
-        yield f"\nRun on {', '.join(start.get('devices', []))} with {versions}; commit {commit}."
+        yield f"\nRun with {versions}; commit {commit}."
     yield f"\n## Success in {'imagination' if imagined else 'training'}\n"
     metrics = {
         row["step"]: row[SUCCESS] for row in read_json_lines(run_dir / "metrics.jsonl") if SUCCESS in row
