@@ -33,7 +33,7 @@ from asyncrl.rewards.files import PUBLISHED
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.rewards.resnet import RewardConfig, RewardNetwork
 from asyncrl.storage.atomic import write_json
-from asyncrl.storage.weight_files import INDEX, Spec, write_file, write_tensors
+from asyncrl.storage.tensor_files import INDEX, Spec, write_file, write_tensors
 from asyncrl.worlds.wan.files import HEAD_DIM, IMAGE_SIZE, WAN_TRANSFORMER, WAN_VAE, vae_name
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig, transformer_name
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae

@@ -22,8 +22,7 @@ from asyncrl.policies.openvla.files import read_pt
 from asyncrl.policies.openvla.names import TensorMapping
 from asyncrl.policies.openvla.networks import stable_name
 from asyncrl.storage.atomic import read_json, write_json
-from asyncrl.storage.tensor_files import TensorFiles
-from asyncrl.storage.weight_files import write_tensors
+from asyncrl.storage.tensor_files import TensorFiles, write_tensors
 
 Targets = Literal["language", "all"]
 ADAPTER: Final = "default"  # peft's key of the adapters; it appears in no file and no broadcast.

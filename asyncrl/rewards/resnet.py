@@ -23,8 +23,7 @@ from asyncrl.records import ModelSummary
 from asyncrl.rewards.files import FORMAT, WEIGHTS, RewardConfig, RewardFiles, open_reward
 from asyncrl.rewards.libero_tasks import GROUPS, LONG, LONG_GROUPS, SUITES
 from asyncrl.storage.atomic import write_json
-from asyncrl.storage.tensor_files import check_fit, fill
-from asyncrl.storage.weight_files import write_tensors
+from asyncrl.storage.tensor_files import check_fit, fill, write_tensors
 
 
 class ResidualBlock(nn.Module):

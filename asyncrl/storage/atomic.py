@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,15 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def copy_others(source: Path, folder: Path, besides: Set[str]) -> None:
+    """Copy the content of a folder except the names in `besides` and hidden files; links are followed."""
+
+    def skipped(place: str, names: list[str]) -> list[str]:
+        return [n for n in names if n.startswith(".") or (Path(place) == source and n in besides)]
+
+    shutil.copytree(source, folder, ignore=skipped, copy_function=shutil.copyfile, dirs_exist_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

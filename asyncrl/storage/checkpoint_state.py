@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from asyncrl.errors import CheckpointError, first_line
-from asyncrl.storage.weight_files import SafetensorsFile
+from asyncrl.storage.tensor_files import open_safetensors
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -109,7 +109,7 @@ def read_state(folder: Path, parameters: Parameters, optimizer: Optimizer) -> No
     reader = HuggingFaceStorageReader(str(folder))
     try:
         for path in folder.glob("*.safetensors"):
-            SafetensorsFile(path)  # The library's reader checks no header, and blocks on a named pipe.
+            open_safetensors(path)  # The library's reader checks no header, and blocks on a named pipe.
         metadata = reader.read_metadata()
     except _UNREADABLE as error:
         raise unreadable(folder, first_line(error)) from error

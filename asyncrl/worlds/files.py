@@ -25,10 +25,9 @@ from asyncrl.config.sections import ImaginationSettings, WorldDefaults
 from asyncrl.devices.streams import CudaGraphed
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.records import ACTION_DIM, ActionSpec, ModelSummary, SlotBytes
-from asyncrl.storage.atomic import read_json, replacing, write_json
-from asyncrl.storage.tensor_files import TensorFiles, copy_others
+from asyncrl.storage.atomic import copy_others, read_json, replacing, write_json
+from asyncrl.storage.tensor_files import INDEX, TensorFiles, header_names
 from asyncrl.storage.untrusted import check_sizes, check_types
-from asyncrl.storage.weight_files import INDEX, header_names, names_in
 from asyncrl.worlds.interface import State
 from asyncrl.worlds.slots import imagine_full
 
@@ -70,6 +69,14 @@ def lacks_wan(folder: Path) -> str:
 def lacks_opensora(folder: Path) -> str:
     """Return the tensor that a folder lacks to hold an STDiT3, or ""; torn files count as whole."""
     return _absent(names_in(folder), OPENSORA_MARKS)
+
+
+def names_in(folder: Path) -> set[str]:
+    """Read the tensor names in the index and in all safetensors files of a folder."""
+    index = folder / INDEX
+    weight_map = read_json(index, "Download it again.").get("weight_map") if index.is_file() else None
+    indexed = set(weight_map) if isinstance(weight_map, dict) else set[str]()
+    return indexed.union(*map(header_names, folder.glob("*.safetensors")))
 
 
 def _absent(names: Set[str], marks: Sequence[str]) -> str:

@@ -22,7 +22,7 @@ from asyncrl.policies.openvla.files import PublishedOptions, open_folder, read_o
 from asyncrl.policies.openvla.names import published_shapes, tensor_map, to_native, unused_shapes
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, load_policy
 from asyncrl.storage.assets import policy_folder
-from asyncrl.storage.weight_files import INDEX
+from asyncrl.storage.tensor_files import INDEX
 from support import ROOT, child_environment
 from support.published import (
     CONFIG,

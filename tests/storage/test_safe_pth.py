@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from asyncrl.errors import CheckpointError
-from asyncrl.storage.tensor_files import TensorFiles
-from asyncrl.storage.weight_files import load_pth
+from asyncrl.storage.tensor_files import TensorFiles, load_pth
 
 
 def tensors() -> dict[str, torch.Tensor]:

@@ -11,8 +11,7 @@ from diffusers import AutoencoderKL
 from safetensors.torch import save_file
 from torch import Tensor
 
-from asyncrl.storage.tensor_files import write_folder
-from asyncrl.storage.weight_files import Spec
+from asyncrl.storage.tensor_files import Spec, write_folder
 from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
 from asyncrl.worlds.opensora.files import ActionRange
 from asyncrl.worlds.opensora.stdit3 import STDiT3, STDiT3Config

@@ -17,8 +17,7 @@ from asyncrl.policies.openvla.policy import Dtype, OpenVLAOFTPolicy, load_policy
 from asyncrl.rewards.files import PUBLISHED
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.rewards.resnet import ResNetReward
-from asyncrl.storage.tensor_files import SHARD_BYTES
-from asyncrl.storage.weight_files import Spec, write_tensors
+from asyncrl.storage.tensor_files import SHARD_BYTES, Spec, write_tensors
 from asyncrl.worlds.wan.files import HEAD_DIM, IMAGE_SIZE, WAN_TRANSFORMER, WAN_VAE, vae_name
 from asyncrl.worlds.wan.transformer import transformer_name
 from asyncrl.worlds.wan.vae import VaeConfig

@@ -15,9 +15,9 @@ from asyncrl import registry
 from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
 from asyncrl.launch.named_models import named_policy, named_world
-from asyncrl.storage.weight_files import names_in
 from asyncrl.worlds import files as kinds
 from asyncrl.worlds.evac import files as evac
+from asyncrl.worlds.files import names_in
 from asyncrl.worlds.opensora.world import OpenSoraWorld
 from support.tiny_models import WORLDS
 

@@ -23,7 +23,6 @@ from asyncrl.launch.environment import build_world_model, check_environment, wit
 from asyncrl.rewards.files import RewardConfig, open_reward
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.rewards.resnet import ResNetReward, RewardNetwork, save_reward
-from asyncrl.storage import weight_files
 from asyncrl.storage.tensor_files import TensorFiles, fill
 from asyncrl.worlds.wan.files import open_world, recognise_transformer
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
@@ -238,23 +237,21 @@ def memory(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
-def test_tensors_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_are_read_one_at_a_time(tmp_path: Path) -> None:
     layers, width = 24, 1024  # 96 MiB in the files, 48 MiB in the module
     tensors = {f"{i}.weight": torch.full((width, width), float(i)) for i in range(layers)}
-    save_file(tensors, tmp_path / "a.safetensors")
-    write_pth(tmp_path / "a.pth", tensors)
+    path = tmp_path / "a.safetensors"
+    save_file(tensors, path)
     del tensors
-    monkeypatch.setattr(weight_files, "_OPEN_BYTES", 2**23)
-    for name in ("a.safetensors", "a.pth"):
-        with torch.device("meta"):
-            module = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
-        ctypes.CDLL(None).malloc_trim(0)  # freed memory would be used again and count for nothing
-        Path("/proc/self/clear_refs").write_text("5")
-        before = memory("VmRSS")
-        fill(module, TensorFiles([tmp_path / name]), dtype=torch.bfloat16, device="cpu")
-        grown = memory("VmHWM") - before
-        assert [layer.weight[0, 0].item() for layer in module] == list(range(layers))
-        assert 2**20 * 30 < grown < 2**20 * 80, f"{name}: {grown / 2**20:.0f} MiB for 48 MiB of weights"
+    with torch.device("meta"):
+        module = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
+    ctypes.CDLL(None).malloc_trim(0)  # freed memory would be used again and count for nothing
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory("VmRSS")
+    fill(module, TensorFiles([path]), dtype=torch.bfloat16, device="cpu")
+    grown = memory("VmHWM") - before
+    assert [layer.weight[0, 0].item() for layer in module] == list(range(layers))
+    assert 2**20 * 30 < grown < 2**20 * 80, f"{grown / 2**20:.0f} MiB for 48 MiB of weights"
 
 
 def test_loaded_weights_do_not_hang_on_the_file(published: Path, copy: Path) -> None:

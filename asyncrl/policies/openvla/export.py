@@ -39,8 +39,7 @@ from asyncrl.policies.openvla.files import (
 from asyncrl.policies.openvla.networks import native_shapes
 from asyncrl.policies.openvla.preprocess import BEGIN, END, UNKNOWN, PromptTokenizer
 from asyncrl.storage.atomic import read_json, replacing, write_json
-from asyncrl.storage.tensor_files import SHARD_BYTES, TensorFiles
-from asyncrl.storage.weight_files import INDEX, Spec
+from asyncrl.storage.tensor_files import INDEX, SHARD_BYTES, Spec, TensorFiles
 
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 _OWN: Final = {"config.json", "tokenizer.json", "state.json", STATISTICS, INDEX}

@@ -29,8 +29,7 @@ from asyncrl.policies.openvla.names import CRITIC, LM_HEAD, PROPRIO, TensorMappi
 from asyncrl.policies.openvla.networks import native_shapes
 from asyncrl.policies.openvla.preprocess import PromptTokenizer
 from asyncrl.storage.atomic import read_json, replacing, write_json
-from asyncrl.storage.tensor_files import SHARD_BYTES, TensorFiles, write_folder
-from asyncrl.storage.weight_files import Spec
+from asyncrl.storage.tensor_files import SHARD_BYTES, Spec, TensorFiles, write_folder
 
 MODEL_TYPE: Final = "openvla"
 SECTION: Final = "asyncrl"  # Entry of config.json: the fields of `OpenVLAOFTConfig`, statistics excepted.
@@ -160,13 +159,17 @@ def _weights(folder: Path) -> TensorFiles:
             "Keep the one that was trained with these weights."
         )
     if found and not any(name.startswith(PROPRIO) for name in files.names()):
-        files.extra |= {PROPRIO + name: tensor for name, tensor in read_pt(found[0]).items()}
+        files.include(TensorFiles(found[0], rename=_without_module), PROPRIO)
     return files
+
+
+def _without_module(name: str) -> str:
+    return name.removeprefix("module.")
 
 
 def read_pt(file: Path) -> dict[str, Tensor]:
     """Read a `.pt` or `.bin` state dict; the prefix `module.` of data-parallel runs is removed."""
-    files = TensorFiles(file, rename=lambda name: name.removeprefix("module."))
+    files = TensorFiles(file, rename=_without_module)
     return {name: files.read(name) for name in files.names()}
 
 

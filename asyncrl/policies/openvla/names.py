@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
 from asyncrl.policies.openvla.networks import native_shapes
-from asyncrl.storage.weight_files import Spec
+from asyncrl.storage.tensor_files import Spec
 
 PROPRIO, CRITIC, LM_HEAD = "proprio_projector.", "value_head.", "language_model.lm_head.weight"
 _DINO, _SIGLIP = "vision_backbone.featurizer.", "vision_backbone.fused_featurizer."

@@ -55,8 +55,7 @@ from asyncrl.policies.openvla.preprocess import (
     place_pictures,
 )
 from asyncrl.records import ActionSpec
-from asyncrl.storage.tensor_files import SHARD_BYTES
-from asyncrl.storage.weight_files import Spec
+from asyncrl.storage.tensor_files import SHARD_BYTES, Spec
 
 Dtype = torch.dtype | Literal["config"]
 LEVELS: Final = {"none": "none", "chunk": "decision", "action": "action"}

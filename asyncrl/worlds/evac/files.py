@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.records import ACTION_DIM, CHUNK, POSE_DIM, SlotBytes
-from asyncrl.storage.tensor_files import TensorFiles, check_shapes
+from asyncrl.storage.tensor_files import TensorFiles, check_shapes, write_tensors
 from asyncrl.storage.untrusted import check_sizes
-from asyncrl.storage.weight_files import write_tensors
 from asyncrl.worlds.evac.conditions import FRAMES_AT_ONCE, EvacConfig, EvacNetworks
 from asyncrl.worlds.evac.poses import Camera, MotionStatistics
 from asyncrl.worlds.evac.published import PREFIXES, config_of, grouped, published_state, published_tensors

@@ -25,7 +25,7 @@ from asyncrl.devices.streams import CudaGraphed
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.errors import ConfigError
 from asyncrl.records import CHUNK, ActionSpec, StartState
-from asyncrl.storage.weight_files import write_tensors
+from asyncrl.storage.tensor_files import write_tensors
 from asyncrl.worlds.evac.conditions import (
     EvacConfig,
     EvacNetworks,

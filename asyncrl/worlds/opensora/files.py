@@ -25,9 +25,8 @@ from asyncrl.devices.tensors import constant_to_device
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.records import ACTION_DIM, CHUNK, SlotBytes
 from asyncrl.storage.atomic import read_json, write_json
-from asyncrl.storage.tensor_files import TensorFiles, check_fit, fill
+from asyncrl.storage.tensor_files import TensorFiles, check_fit, fill, header_names
 from asyncrl.storage.untrusted import check_sizes, shortened
-from asyncrl.storage.weight_files import header_names
 from asyncrl.worlds.files import (
     AS_SAVED,
     OPENSORA_MARKS,

@@ -29,7 +29,7 @@ from asyncrl.config.sections import ImaginationSettings
 from asyncrl.devices.streams import CudaGraphed
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.records import CHUNK, ActionSpec, StartState
-from asyncrl.storage.weight_files import write_tensors
+from asyncrl.storage.tensor_files import write_tensors
 from asyncrl.worlds.files import AS_SAVED, FolderWorld, refuse_own_settings, write_about
 from asyncrl.worlds.layers import FrameVae
 from asyncrl.worlds.opensora.files import (

@@ -21,8 +21,8 @@ from asyncrl.config.sections import ImaginationSettings, WorldDefaults
 from asyncrl.devices.float8 import check_device, saved_bytes, use_float8
 from asyncrl.errors import CheckpointError
 from asyncrl.records import ACTION_DIM, CHUNK, SlotBytes
-from asyncrl.storage.atomic import read_json, replacing, write_json
-from asyncrl.storage.tensor_files import TensorFiles, check_fit, copy_others, fill, rewrite_file
+from asyncrl.storage.atomic import copy_others, read_json, replacing, write_json
+from asyncrl.storage.tensor_files import TensorFiles, check_fit, fill, write_file
 from asyncrl.worlds.files import (
     ABOUT,
     AS_SAVED,
@@ -317,7 +317,10 @@ def rewrite_world(source: Path, folder: Path, tensors: Mapping[str, Tensor], ver
         part.mkdir()
         copy_others(source, part, {ADAPTER_FOLDER, *(file.name for file in files)})
         for file in files:
-            rewrite_file(file, part / file.name, tensors, transformer_name)
+            shard = TensorFiles(file)
+            specs = {name: shard.spec(name) for name in shard.names()}
+            new = ((name, tensors.get(transformer_name(name))) for name in specs)
+            write_file(part / file.name, specs, ((n, shard.read(n) if t is None else t) for n, t in new))
         if (part / ABOUT).is_file():
             write_json(part / ABOUT, read_json(part / ABOUT) | {"version": version})
 

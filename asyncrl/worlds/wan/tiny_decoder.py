@@ -24,8 +24,7 @@ from torch.nn import functional
 
 from asyncrl.errors import CheckpointError
 from asyncrl.storage.atomic import read_json, write_json
-from asyncrl.storage.tensor_files import TensorFiles, fill
-from asyncrl.storage.weight_files import write_tensors
+from asyncrl.storage.tensor_files import TensorFiles, fill, write_tensors
 from asyncrl.worlds.wan.vae import (
     FRAMES_PER_LATENT,
     Cache,

@@ -33,7 +33,7 @@ from asyncrl.config.sections import ImaginationSettings
 from asyncrl.devices.streams import CudaGraphed
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.records import ActionSpec, StartState, dummy_action
-from asyncrl.storage.weight_files import write_tensors
+from asyncrl.storage.tensor_files import write_tensors
 from asyncrl.worlds.files import AS_SAVED, FolderWorld, refuse_own_settings, write_about
 from asyncrl.worlds.slots import TensorState, draw_noise, finite_rows, open_each_once
 from asyncrl.worlds.start_states import check_beginnings

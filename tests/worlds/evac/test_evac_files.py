@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import CheckpointError
-from asyncrl.storage.weight_files import header_names, write_tensors
+from asyncrl.storage.tensor_files import header_names, write_tensors
 from asyncrl.worlds.evac.conditions import EvacNetworks
 from asyncrl.worlds.evac.files import open_evac
 from asyncrl.worlds.evac.published import PREFIXES, published_tensors
