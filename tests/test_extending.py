@@ -84,7 +84,7 @@ def test_the_page_has_an_example_of_every_part_and_none_is_longer_than_80_lines(
         (["world", WORLD], r"imagine: frames uint8\[2, 4, 32, 32, 3\]"),
         (["reward", REWARD, "--settings", "full=200"], r"score: float32\[2, 4\] in \[0, 1\]"),
         (["simulator", SIMULATOR], r"reset: everything follows from the start"),
-        (["policy", "tabletop"], r"critic: one value per decision or per step"),
+        (["policy", "tabletop"], r"save, load: \d+ tensors come back bit for bit"),
     ],
     ids=lambda value: value[1] if isinstance(value, list) else "",
 )

@@ -19,7 +19,7 @@ CEILINGS = {
     "doctor": (1359, 7),
     "evaluation": (1003, 6),
     "fitting": (4125, 15),
-    "launch": (4835, 21),
+    "launch": (4720, 20),
     "learner": (3470, 16),
     "messaging": (1060, 6),
     "observability": (2675, 12),

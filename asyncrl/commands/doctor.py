@@ -131,9 +131,8 @@ def check(arguments: list[str]) -> int:
 def _model(config: CheckConfig) -> Iterator[str]:
     from asyncrl.config.sections import ImaginationSettings
     from asyncrl.devices.tensors import take_device
-    from asyncrl.launch.conformance import check_policy, check_reward
+    from asyncrl.launch.conformance import check_policy, check_reward, check_world
     from asyncrl.launch.named_models import named_policy, named_reward, named_world
-    from asyncrl.launch.world_conformance import check_world
 
     device, tasks, imagination = take_device(config.device), [config.task], ImaginationSettings()
     if config.kind == "policy":

@@ -19,10 +19,10 @@ from asyncrl.doctor.gpus import devices_of, hosts_of
 from asyncrl.doctor.host import GIB, placement_of
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch.build import load_models
+from asyncrl.launch.conformance import CHECKS, check_world
 from asyncrl.launch.environment import WorldFiles
 from asyncrl.launch.named_models import named_world
 from asyncrl.launch.simulated import SimulatorFiles
-from asyncrl.launch.world_conformance import CHECKS, check_world
 from asyncrl.policies.acceleration import frozen_float8_bytes
 from asyncrl.policies.interface import Policy
 from asyncrl.records import SlotBytes

@@ -1,13 +1,17 @@
-"""Checks of parts other than worlds on small inputs, for `asyncrl check`; the first fault is a ConfigError.
+"""Checks of parts on small inputs, for `asyncrl check` and the doctor; the first fault is a ConfigError.
 
 A run tries a class of the user's once: `try_policy` where it is loaded, `try_environment` in every actor.
+Worlds are checked by frames and states alone, so that `CHECKS` hold for any; docs/worlds.md has the reasons.
+Dimension letters: B slots, C steps per decision, A numbers per action, H/W pixels.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -15,184 +19,202 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.episode_layout import SAMPLE_DTYPES, sample_specs
+from asyncrl.devices.offload import HoldsAddresses, OffloadedTensors
+from asyncrl.episode_layout import sample_specs
 from asyncrl.errors import ConfigError
-from asyncrl.launch.world_conformance import SEEDS, Reporter, Trial
+from asyncrl.launch.simulated import sample_format
 from asyncrl.learner.interface import describe_tensor
 from asyncrl.policies.interface import ActResult, Policy, SamplingParams
 from asyncrl.records import POSE_DIM, StartState
+from asyncrl.registry import FLAGS
 from asyncrl.rewards.interface import RewardModel
-from asyncrl.simulators.interface import Seen, Simulator, SimulatorSpec, Stepped, random_start, stored_start
+from asyncrl.simulators.interface import Seen, Simulator, random_start, stored_start
 from asyncrl.worlds.interface import World
 
+DECISIONS: Final = 3  # most per slot in a check
+SEEDS: Final = (11, 22)
 SAMPLING: Final = SamplingParams(temperature=1.0)
+LEVELS: Final = 1
+"""Grey levels by which frames may differ among other rows; of weights shorter than float32, whose rounding
+shows in single pixels, in the mean."""
+ROUNDED_FRAMES: Final = 0.5
+"""Frames by which the first action may seem to act later than the last, where short weights round."""
 LOGPROB_TOLERANCE: Final = 0.05
 """Nats by which `evaluate` may differ from `act` at equal weights: bfloat16 rounds."""
 
 
-def check_simulator(simulator: Simulator) -> Iterator[str]:
-    """Check what `evaluate` and `collect` need of a simulator; yields a line for everything that holds."""
-    report, spec = Reporter("simulator", simulator), simulator.spec
-    require = report.require
-    widths = {len(spec.action_low), len(spec.action_high), len(spec.idle)}
-    require(len(widths) == 1, "spec", "action_low, action_high and idle", "of one length")
-    low, high = np.array(spec.action_low, np.float32), np.array(spec.action_high, np.float32)
-    steps = min(8, spec.max_steps)
-    actions = np.random.default_rng(0).uniform(low, high, (steps, len(low))).astype(np.float32)
+class Reporter:
+    """Refuses a part that breaks its protocol, in one sentence."""
 
-    (first, stepped), (other, _), (again, _) = (_play(simulator, number, actions) for number in (1, 2, 1))
-    for method, seen in zip(["reset", *["step"] * len(stepped)], first, strict=True):
-        _check_seen(report, spec, f"{method}()", seen)
-    for one in stepped:
-        for name in ("rewards", "success", "terminated", "truncated"):
-            dtype = "float32" if name == "rewards" else "bool"
-            report.array(f"step().{name}", getattr(one, name), dtype, (spec.places,), np.ndarray)
-    tasks = first[0].tasks
-    known = len(tasks) == spec.places and all(not spec.tasks or task in spec.tasks for task in tasks)
-    require(known, "reset().tasks", tasks, "one instruction per place, each of spec.tasks")
-    yield f"reset, step: {len(spec.cameras)} pictures of {spec.image_size} pixels, {len(spec.tasks)} tasks"
-    same = all(np.array_equal(a.images, b.images) for a, b in zip(first, again, strict=True))
-    require(same, "reset", "another episode for the same start and actions", "the same")
-    alike = all((seen.images == seen.images[:1]).all() for seen in first)
-    require(alike, "reset", "another episode in another place", "the same")
-    differs = any(not np.array_equal(a.images, b.images) for a, b in zip(first, other, strict=False))
-    require(differs, "reset", "the same episode for two starts", "one that follows from the start")
-    yield f"reset: everything follows from the start, in all {spec.places} places"
+    def __init__(self, kind: str, part: object) -> None:
+        self.name = f"{FLAGS[kind]} names {type(part).__module__}:{type(part).__qualname__}"
+
+    def require(self, fits: bool, method: str, came: object, expected: str) -> None:
+        """Raise unless it fits."""
+        if not fits:
+            raise ConfigError(f"{self.name}, whose {method} is {came!s:.200}, expected {expected}.")
+
+    def array(self, method: str, found: Any, dtype: str, shape: Sequence[int], kind: type = Tensor) -> Any:
+        """Return a tensor or array of this dtype and shape; else raise."""
+        came, expected = type(found).__name__, f"{dtype}{list(shape)}"
+        if isinstance(found, kind):
+            came = f"{str(found.dtype).removeprefix('torch.')}{list(found.shape)}"
+        self.require(came == expected, method, came, expected)
+        return found
 
 
-def _play(
-    simulator: Simulator, number: int, actions: NDArray[np.float32]
-) -> tuple[list[Seen], list[Stepped]]:
-    spec = simulator.spec
-    places = list(range(spec.places))
-    start = stored_start(spec, 0, number % spec.trials) if spec.trials else random_start(spec, number)
-    seen, done = [simulator.reset(places, [start] * len(places))], []
-    for action in actions:
-        stepped = simulator.step(places, np.repeat(action[None], len(places), axis=0), draw=True)
-        if stepped.seen is None:
-            raise ConfigError("step(draw=True) shows nothing, expected pictures.")
-        seen.append(stepped.seen)
-        done.append(stepped)
-        if bool((stepped.terminated | stepped.truncated).any()):
-            break
-    return seen, done
+def _gap(one: Tensor, other: Tensor) -> float:
+    return float((one.detach() - other.detach()).abs().max())
 
 
-def _check_seen(report: Reporter, spec: SimulatorSpec, method: str, seen: Seen) -> None:
-    pictures = (spec.places, len(spec.cameras), spec.image_size, spec.image_size, 3)
-    report.array(f"{method}.images", seen.images, "uint8", pictures, np.ndarray)
-    report.array(f"{method}.states", seen.states, "float32", (spec.places, spec.state_dim), np.ndarray)
-    name = f"{method}.poses"
-    if not spec.poses:
-        report.require(seen.poses is None, name, "there", "None, as spec.poses is False")
-        return
-    poses = report.array(name, seen.poses, "float32", (spec.places, POSE_DIM), np.ndarray)
-    unit = np.isfinite(poses).all() and (np.abs(np.linalg.norm(poses[:, 3:7], axis=1) - 1) < 1e-3).all()
-    report.require(bool(unit), name, poses.tolist(), "finite, with quaternions of length 1")
-    gripper = bool((np.abs(poses[:, 7]) <= 1).all())
-    report.require(gripper, name, poses[:, 7].tolist(), "a gripper from -1 (open) to 1")
+class Trial:
+    """A world under check, and two slots of it with their first two decisions."""
+
+    def __init__(self, world: World[Any], starts: Sequence[StartState]) -> None:
+        self.world, self.two = world, [starts[0], starts[-1]]
+        self.report = Reporter("world", world)
+        modules = world.modules().values()
+        self.weights = [x for module in modules for x in (*module.parameters(), *module.buffers())]
+        self.rounds = any(tensor.is_floating_point() and tensor.itemsize < 4 for tensor in self.weights)
+
+    opened = cached_property(lambda self: self.start(self.two))
+    first = cached_property(lambda self: self.imagine(self.opened))  # frames [2, C, H, W, 3] and state
+    second = cached_property(lambda self: self.imagine(self.first[1]))
+
+    def actions(self, rows: int) -> Tensor:
+        """Return ``[rows, C, A]`` float32 on the world's device; row i is the same however many there are."""
+        spec = self.world.action_spec
+        drawn = [np.random.default_rng(i).uniform(-0.5, 0.5, (spec.chunk, spec.dim)) for i in range(rows)]
+        return torch.from_numpy(np.stack(drawn).astype(np.float32)).to(self.world.device)
+
+    def start(self, states: Sequence[StartState], *, decisions: int = DECISIONS) -> Any:
+        """Open slots, and check the state."""
+        require, size, rows = self.report.require, self.world.image_size, len(states)
+        wrong = [state.frame.shape for state in states if state.frame.shape != (size, size, 3)]
+        require(not wrong, "image_size", size, f"that of the start states, {wrong}")
+        state = self.world.start(states, decisions=decisions)
+        require(len(state) == rows, "start", f"a state of {len(state)} rows", f"{rows} rows")
+        finite = self.report.array("start().finite", state.finite, "bool", (rows,))
+        require(bool(finite.all()), "start().finite", finite.tolist(), "True everywhere")
+        return state
+
+    def imagine(
+        self, state: Any, actions: Tensor | None = None, seeds: Sequence[int] = SEEDS
+    ) -> tuple[Tensor, Any]:
+        """Imagine a decision, by default of the two slots, and check frames and state."""
+        report, spec, size = self.report, self.world.action_spec, self.world.image_size
+        with torch.inference_mode():
+            found = self.world.imagine(state, self.actions(2) if actions is None else actions, seeds)
+        pair = isinstance(found, tuple) and len(found) == 2
+        report.require(pair, "imagine", type(found).__name__, "(frames, state)")
+        (frames, after), rows = found, len(seeds)
+        report.array("imagine()[0]", frames, "uint8", (rows, spec.chunk, size, size, 3))
+        report.require(len(after) == rows, "imagine()[1]", len(after), f"a state of {rows} rows")
+        report.array("imagine()[1].finite", after.finite, "bool", (rows,))
+        return frames, after
+
+    def alike(self, one: Tensor, other: Tensor, method: str, said: str, most: float = LEVELS) -> None:
+        """Check that frames differ by at most so many grey levels; 0: not in a bit."""
+        gap = (one.int() - other.int()).abs().float()
+        found = float(gap.mean() if self.rounds and most else gap.max())
+        expected = f"at most {most}" + " in the mean" * self.rounds if most else "the same bits"
+        self.report.require(found <= most, method, f"{found:.3g} grey levels off {said}", expected)
 
 
-def try_policy(policy: Policy, starts: Sequence[StartState]) -> None:
-    """Let a policy make one decision and evaluate it."""
-    frames, tasks = np.stack([starts[0].frame, starts[-1].frame]), [starts[0].task, starts[-1].task]
-    with torch.no_grad():
-        acted = _decide(policy, frames, tasks, SEEDS)
-    _evaluate(policy, frames, tasks, acted)
+def check_world(world: World[Any], starts: Sequence[StartState]) -> Iterator[str]:
+    """Make all checks of a world; yields a line for everything that holds."""
+    trial = Trial(world, starts)
+    yield f"imagine: frames {describe_tensor(trial.first[0])} on {world.device}"
+    for name, check in CHECKS.items():
+        check(trial)
+        yield name
+    named = {name: type(module).__name__ for name, module in world.modules().items()}
+    yield f"modules: {named or 'none'}"
 
 
-def check_policy(policy: Policy, image_size: int) -> Iterator[str]:
-    """Check all that a run needs of a policy; yields a line for everything that holds."""
-    require, expected = Reporter("policy", policy).require, f"at most {LOGPROB_TOLERANCE}"
-    frames = np.random.default_rng(0).integers(0, 256, (2, image_size, image_size, 3), np.uint8)
-    tasks = ["pick up the red block", "open the drawer"]
-    with torch.no_grad():
-        acted, spec = _decide(policy, frames, tasks, SEEDS), policy.action_spec
-        listed = ", ".join(f"{name} {describe_tensor(values)}" for name, values in acted.sample.items())
-        yield f"act: {spec.chunk} steps of {spec.dim} numbers, sample {listed}"
-        again = _decide(policy, frames, tasks, SEEDS)
-        same = all(torch.equal(values, again.sample[name]) for name, values in acted.sample.items())
-        require(same, "act", "another decision for the same seeds", "the same one")
-        alone = _decide(policy, frames[1:], tasks[1:], SEEDS[1:])
-        gap = _gap(alone.logprob, acted.logprob[1:])
-        require(gap <= LOGPROB_TOLERANCE, "act", f"{gap:.3g} nats off when a row is alone", expected)
-    yield "act: seeds decide, neighbours do not"
-    gap = _gap(_evaluate(policy, frames, tasks, acted), acted.logprob)
-    require(gap <= LOGPROB_TOLERANCE, "evaluate", f"{gap:.3g} nats from act", expected)
-    yield f"evaluate: log-probs of act within {gap:.1g} nats, with gradient"
-    yield _check_parameters(policy)
-    with tempfile.TemporaryDirectory() as folder:
-        policy.save(Path(folder) / "policy", dict(policy.saved_tensors()))
-        loaded = type(policy).load(Path(folder) / "policy", policy.device)
-        saved, read = dict(policy.saved_tensors()), dict(loaded.saved_tensors())
-    same = saved.keys() == read.keys() and all(torch.equal(saved[name], read[name]) for name in saved)
-    require(same, "load", "other weights than save wrote", "the same")
-    yield f"save, load: {len(saved)} tensors come back bit for bit"
-    if hasattr(policy, "add_critic"):
-        yield _check_critic(policy, frames, tasks)
+def _seeds(trial: Trial) -> None:
+    again, _ = trial.imagine(trial.opened)
+    trial.alike(trial.first[0], again, "imagine", "in another film from the same state", 0)
+    trial.second  # noqa: B018  # The state after a decision is none the worse for another one from it.
+    longer, _ = trial.imagine(trial.first[1])
+    trial.alike(trial.second[0], longer, "imagine", "in another film from the same later state", 0)
 
 
-def _decide(
-    policy: Policy, frames: NDArray[np.uint8], tasks: Sequence[str], seeds: Sequence[int]
-) -> ActResult:
-    report, rows = Reporter("policy", policy), len(seeds)
-    spec, arrays = policy.action_spec, policy.sample_arrays
-    try:
-        sample_specs((name, array.dtype, ("N", *array.shape[1:])) for name, array in arrays.items())
-    except ValueError as error:
-        expected = f"names of arrays of {', '.join(SAMPLE_DTYPES)}"
-        report.require(False, "sample_arrays", f"not usable ({error})", expected)
-    acted = policy.act(policy.preprocess(frames, tasks), SAMPLING, seeds)
-    shape = (rows, spec.chunk, spec.dim)
-    report.array("act().actions", acted.actions, "float32", shape)
-    report.array("act().logprob", acted.logprob, "float32", shape)
-    if acted.value is not None:
-        report.array("act().value", acted.value, "float32", (rows, "V"))
-    wanted, found = sorted(arrays), sorted(acted.sample)
-    report.require(wanted == found, "act().sample", found, f"the arrays of sample_arrays, {wanted}")
-    letters: dict[object, int] = {"C": spec.chunk, "A": spec.dim}
-    for name, array in arrays.items():
-        sizes = [letters.get(size, size) for size in array.shape[1:]]
-        report.array(f"act().sample[{name!r}]", acted.sample[name], array.dtype, (rows, *sizes))
-    finite = bool(acted.actions.isfinite().all() and acted.logprob.isfinite().all())
-    report.require(finite, "act", "not finite everywhere", "finite actions and log-probs")
-    return acted
+def _neighbours(trial: Trial) -> None:
+    frames, actions = trial.first[0], trial.actions(2)
+    for rows, said in (([1], "when a row is alone"), ([1, 0, 0], "between other neighbours")):
+        found, _ = trial.imagine(trial.opened.select(rows), actions[rows], [SEEDS[row] for row in rows])
+        trial.alike(found, frames[rows], "imagine", said)
 
 
-def _evaluate(policy: Policy, frames: NDArray[np.uint8], tasks: Sequence[str], acted: ActResult) -> Tensor:
-    report = Reporter("policy", policy)
-    sample = {name: values.clone() for name, values in acted.sample.items()}
-    result = policy.evaluate(policy.preprocess(frames, tasks), sample, SAMPLING)
-    logprob = report.array("evaluate().logprob", result.logprob, "float32", acted.logprob.shape)
-    report.array("evaluate().entropy", result.entropy, "float32", acted.logprob.shape)
-    report.require(logprob.requires_grad, "evaluate().logprob", "without gradient", "one with gradient")
-    return logprob
+def _siblings(trial: Trial) -> None:
+    state = trial.start(trial.two[:1] * 2)
+    actions, seeds = trial.actions(1).expand(2, -1, -1), SEEDS[:1] * 2
+    frames, _ = trial.imagine(state, actions, seeds)
+    trial.alike(frames[0], frames[1], "start", "between two slots that begin alike")
+    trial.alike(frames[:1], trial.first[0][:1], "start", "when another slot begins beside it")
+    state.write_rows([0], trial.start(trial.two[1:]))
+    again, _ = trial.imagine(state, actions, seeds)
+    trial.alike(again[1], frames[1], "start", "in a slot whose sibling was written over")
 
 
-def _check_parameters(policy: Policy) -> str:
-    require, trainable = Reporter("policy", policy).require, policy.trainable_parameters()
-    tensors = policy.trainable_tensors()
-    same = tensors.keys() == trainable.keys() and all(
-        tensor.data_ptr() == trainable[name].data_ptr() for name, tensor in tensors.items()
-    )
-    require(same, "trainable_tensors", "something else", "the memory of trainable_parameters, by name")
-    extra = sorted(policy.acting_tensors().keys() - trainable.keys())
-    require(not extra, "acting_tensors", extra, "names of trainable_parameters only")
-    grouped = [id(p) for group in policy.parameter_groups(1e-4, 1e-3) for p in group["params"]]
-    each = sorted(grouped) == sorted(map(id, trainable.values()))
-    require(each, "parameter_groups", f"{len(grouped)} tensors", "each trainable parameter once")
-    count = sum(p.numel() for p in trainable.values())
-    return f"parameters: {count / 1e6:.2f} M trainable, {len(policy.acting_tensors())} tensors for actors"
+def _actions(trial: Trial) -> None:
+    # The first action is changed in row 0, the last in row 1, by half of its range, and none in row 2.
+    last = trial.world.action_spec.chunk - 1
+    changed = trial.actions(1).repeat(3, 1, 1)
+    changed[[0, 1], [0, last]] -= changed[[0, 1], [0, last]].sign()
+    frames, _ = trial.imagine(trial.start(trial.two[:1] * 3), changed, SEEDS[:1] * 3)
+    gap = (frames[:2].int() - frames[2:].int()).abs().float().flatten(2).mean(dim=2).cpu()  # [action, frame]
+    for step, row in zip((0, last), gap, strict=True):
+        seen = bool(row.max() > 0)
+        trial.report.require(seen, "imagine", f"blind to action {step}", "frames that follow from it")
+    early, late = ((gap * torch.arange(last + 1)).sum(dim=1) / gap.sum(dim=1)).tolist()
+    came = f"changed by the first action at frame {early:.1f} and by the last at frame {late:.1f}"
+    ordered = not last or early < late + ROUNDED_FRAMES * trial.rounds
+    trial.report.require(ordered, "imagine", f"{came}, in the mean", "action i to make frame i")
 
 
-def _check_critic(policy: Any, frames: NDArray[np.uint8], tasks: Sequence[str]) -> str:
-    report, inputs = Reporter("policy", policy), policy.preprocess(frames, tasks)
-    for level, width in (("action", policy.action_spec.chunk), ("decision", 1)):
-        policy.add_critic(level)
-        values = report.array("values", policy.values(inputs), "float32", (len(frames), width))
-        report.require(values.requires_grad, "values", "without gradient", "values with gradient")
-    policy.drop_critic()
-    return "critic: one value per decision or per step"
+def _put_back(trial: Trial) -> None:
+    expected, state = trial.second[0], trial.first[1]
+    saved, replaced = state.select([0]), state.select([0, 1])
+    trial.report.require(len(saved) == 1, "select", len(saved), "a state of 1 row")
+    replaced.write_rows([0], trial.opened.select([1]))
+    again, _ = trial.imagine(state)
+    trial.alike(again, expected, "select", "once its copy is written over", 0)
+    found, _ = trial.imagine(replaced.write_rows([0], saved))
+    trial.alike(found, expected, "write_rows", "once a row is put back", 0)
+    frames, _ = trial.imagine(replaced.write_rows([0], trial.opened.select([0])))
+    trial.alike(frames[:1], trial.first[0][:1], "imagine", "beside an older episode")
+    trial.alike(frames[1:], expected[1:], "imagine", "beside a younger episode")
+
+
+def _parked(trial: Trial) -> None:
+    world, expected = trial.world, trial.second[0]
+    moved = world.weights_moved if isinstance(world, HoldsAddresses) else lambda: None
+    parked = OffloadedTensors(lambda: trial.weights, lambda: [], {world.device}, on_offload=moved)
+    parked.offload()
+    parked.restore()
+    frames, _ = trial.imagine(trial.first[1])
+    trial.alike(frames, expected, "modules", "after its weights were parked and back", 0)
+
+
+def _not_finite(trial: Trial) -> None:
+    actions, require = trial.actions(2), trial.report.require
+    poisoned = actions.clone()
+    poisoned[0] = float("nan")
+    state: Any = trial.opened
+    for given, expected in ((poisoned, trial.first[0]), (actions, trial.second[0])):
+        frames, state = trial.imagine(state, given)
+        found = state.finite.tolist()
+        require(found == [False, True], "imagine()[1].finite", found, "[False, True] after NaN in row 0")
+        trial.alike(frames[1:], expected[1:], "imagine", "beside a row of NaN")
+    found = state.write_rows([0], trial.opened.select([0])).finite.tolist()
+    require(found == [True, True], "write_rows().finite", found, "True for a row that was written anew")
+
+
+_ALL = (_seeds, _neighbours, _siblings, _actions, _put_back, _parked, _not_finite)
+CHECKS: Final = MappingProxyType({check.__name__[1:].replace("_", " "): check for check in _ALL})
+"""Each checks one property of a world: raises `ConfigError` if it lacks it."""
 
 
 def try_environment(world: World[Any], reward: RewardModel, starts: Sequence[StartState]) -> None:
@@ -224,5 +246,115 @@ def _score(reward: RewardModel, frames: Tensor, tasks: Sequence[str]) -> Tensor:
     return scores
 
 
-def _gap(one: Tensor, other: Tensor) -> float:
-    return float((one.detach() - other.detach()).abs().max())
+def try_policy(policy: Policy, starts: Sequence[StartState]) -> None:
+    """Let a policy make one decision and evaluate it."""
+    frames, tasks = np.stack([starts[0].frame, starts[-1].frame]), [starts[0].task, starts[-1].task]
+    with torch.no_grad():
+        acted = _decide(policy, frames, tasks, SEEDS)
+    _evaluate(policy, frames, tasks, acted)
+
+
+def check_policy(policy: Policy, image_size: int) -> Iterator[str]:
+    """Check all that a run needs of a policy; yields a line for everything that holds."""
+    require, expected = Reporter("policy", policy).require, f"at most {LOGPROB_TOLERANCE}"
+    frames = np.random.default_rng(0).integers(0, 256, (2, image_size, image_size, 3), np.uint8)
+    tasks = ["pick up the red block", "open the drawer"]
+    with torch.no_grad():
+        acted, spec = _decide(policy, frames, tasks, SEEDS), policy.action_spec
+        listed = ", ".join(f"{name} {describe_tensor(values)}" for name, values in acted.sample.items())
+        yield f"act: {spec.chunk} steps of {spec.dim} numbers, sample {listed}"
+        again = _decide(policy, frames, tasks, SEEDS)
+        same = all(torch.equal(values, again.sample[name]) for name, values in acted.sample.items())
+        require(same, "act", "another decision for the same seeds", "the same one")
+        alone = _decide(policy, frames[1:], tasks[1:], SEEDS[1:])
+        gap = _gap(alone.logprob, acted.logprob[1:])
+        require(gap <= LOGPROB_TOLERANCE, "act", f"{gap:.3g} nats off when a row is alone", expected)
+    yield "act: seeds decide, neighbours do not"
+    gap = _gap(_evaluate(policy, frames, tasks, acted), acted.logprob)
+    require(gap <= LOGPROB_TOLERANCE, "evaluate", f"{gap:.3g} nats from act", expected)
+    yield f"evaluate: log-probs of act within {gap:.1g} nats, with gradient"
+    tensors, trainable = policy.trainable_tensors(), policy.trainable_parameters()
+    same = tensors.keys() == trainable.keys()
+    same = same and all(x.data_ptr() == trainable[name].data_ptr() for name, x in tensors.items())
+    require(same, "trainable_tensors", "something else", "the memory of trainable_parameters, by name")
+    extra = sorted(policy.acting_tensors().keys() - trainable.keys())
+    require(not extra, "acting_tensors", extra, "names of trainable_parameters only")
+    yield f"parameters: {sum(p.numel() for p in trainable.values()) / 1e6:.2f} M trainable"
+    with tempfile.TemporaryDirectory() as folder:
+        saved = dict(policy.saved_tensors())
+        policy.save(Path(folder) / "policy", saved)
+        read = dict(type(policy).load(Path(folder) / "policy", policy.device).saved_tensors())
+    same = saved.keys() == read.keys() and all(torch.equal(saved[name], read[name]) for name in saved)
+    require(same, "load", "other weights than save wrote", "the same")
+    yield f"save, load: {len(saved)} tensors come back bit for bit"
+
+
+def _decide(policy: Policy, frames: NDArray[Any], tasks: Sequence[str], seeds: Sequence[int]) -> ActResult:
+    report, rows, arrays = Reporter("policy", policy), len(seeds), policy.sample_arrays
+    try:
+        sample_specs((name, array.dtype, ("N", *array.shape[1:])) for name, array in arrays.items())
+    except ValueError as error:
+        raise ConfigError(f"{report.name}, whose sample_arrays cannot be used: {error}.") from None
+    acted = policy.act(policy.preprocess(frames, tasks), SAMPLING, seeds)
+    shape = (rows, policy.action_spec.chunk, policy.action_spec.dim)
+    report.array("act().actions", acted.actions, "float32", shape)
+    report.array("act().logprob", acted.logprob, "float32", shape)
+    if acted.value is not None:
+        report.array("act().value", acted.value, "float32", (rows, acted.value.shape[-1]))
+    wanted, found = sorted(arrays), sorted(acted.sample)
+    report.require(wanted == found, "act().sample", found, f"the arrays of sample_arrays, {wanted}")
+    for name, (dtype, sizes) in sample_format(policy).items():
+        report.array(f"act().sample[{name!r}]", acted.sample[name], dtype, (rows, *sizes))
+    finite = bool(acted.actions.isfinite().all() and acted.logprob.isfinite().all())
+    report.require(finite, "act", "not finite everywhere", "finite actions and log-probs")
+    return acted
+
+
+def _evaluate(policy: Policy, frames: NDArray[np.uint8], tasks: Sequence[str], acted: ActResult) -> Tensor:
+    report = Reporter("policy", policy)
+    sample = {name: values.clone() for name, values in acted.sample.items()}
+    result = policy.evaluate(policy.preprocess(frames, tasks), sample, SAMPLING)
+    logprob = report.array("evaluate().logprob", result.logprob, "float32", acted.logprob.shape)
+    report.array("evaluate().entropy", result.entropy, "float32", acted.logprob.shape)
+    report.require(logprob.requires_grad, "evaluate().logprob", "without gradient", "one with gradient")
+    return logprob
+
+
+def check_simulator(simulator: Simulator) -> Iterator[str]:
+    """Check what `evaluate` and `collect` need of a simulator; yields a line for everything that holds."""
+    report, spec = Reporter("simulator", simulator), simulator.spec
+    first, other, again = (_play(report, simulator, number) for number in (1, 2, 1))
+    tasks = first[0].tasks
+    known = len(tasks) == spec.places and all(not spec.tasks or task in spec.tasks for task in tasks)
+    report.require(known, "reset().tasks", tasks, "one instruction per place, each of spec.tasks")
+    yield f"reset, step: {len(spec.cameras)} pictures of {spec.image_size} pixels, {len(spec.tasks)} tasks"
+    one, two, three = (np.stack([seen.images for seen in play]) for play in (first, other, again))
+    follows = np.array_equal(one, three) and (one == one[:, :1]).all() and not np.array_equal(one, two)
+    report.require(
+        follows, "reset", "not the same for one start, or not another for two", "both, in all places"
+    )
+    yield f"reset: everything follows from the start, in all {spec.places} places"
+
+
+def _play(report: Reporter, simulator: Simulator, number: int) -> list[Seen]:
+    # A few actions, in all places from one start.
+    spec, places = simulator.spec, list(range(simulator.spec.places))
+    low, high = np.array(spec.action_low, np.float32), np.array(spec.action_high, np.float32)
+    start = stored_start(spec, 0, number % spec.trials) if spec.trials else random_start(spec, number)
+    shown = [simulator.reset(places, [start] * len(places))]
+    for action in np.random.default_rng(0).uniform(low, high, (min(8, spec.max_steps), len(low))):
+        stepped = simulator.step(places, np.tile(action.astype(np.float32), (len(places), 1)), draw=True)
+        for name in ("rewards", "success", "terminated", "truncated"):
+            dtype = "float32" if name == "rewards" else "bool"
+            report.array(f"step().{name}", getattr(stepped, name), dtype, (spec.places,), np.ndarray)
+        report.require(stepped.seen is not None, "step(draw=True)", "without pictures", "with them")
+        shown += [stepped.seen] if stepped.seen else []
+        if bool((stepped.terminated | stepped.truncated).any()):
+            break
+    for seen in shown:
+        size = (spec.places, len(spec.cameras), spec.image_size, spec.image_size, 3)
+        report.array("seen.images", seen.images, "uint8", size, np.ndarray)
+        report.array("seen.states", seen.states, "float32", (spec.places, spec.state_dim), np.ndarray)
+        if spec.poses:
+            report.array("seen.poses", seen.poses, "float32", (spec.places, POSE_DIM), np.ndarray)
+    return shown

@@ -16,7 +16,7 @@ from torch import nn
 from asyncrl.config.sections import ImaginationSettings
 from asyncrl.devices.float8 import Float8Linear, check_device, fits, quantise, saved_bytes, use_float8
 from asyncrl.errors import ConfigError
-from asyncrl.launch.world_conformance import check_world
+from asyncrl.launch.conformance import check_world
 from asyncrl.records import CHUNK
 from asyncrl.storage.assets import start_states_path, world_folder
 from asyncrl.worlds.evac.world import EvacWorld

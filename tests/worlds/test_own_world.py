@@ -44,7 +44,7 @@ def test_the_commands_of_the_page_check_the_world_and_train_in_it(
     assert PAINTER in flags
     assert cli.run("check", named) == 0
     said = capsys.readouterr().out
-    assert "neighbours: neither neighbours nor the size of the batch matter" in said
+    assert "ok  neighbours\n" in said
     assert said.endswith("keeps the protocol of its kind, world\n")
     sizes = ["--actor.slots", "4", "--algorithm.group-size", "2", "--algorithm.groups-per-update", "2"]
     short = ["--actor.max-decisions", "2", "--device", "cpu", "--run-dir", str(tmp_path / "run")]

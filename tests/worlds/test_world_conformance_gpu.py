@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from asyncrl.config.sections import ImaginationSettings
+from asyncrl.launch.conformance import CHECKS, check_world
 from asyncrl.launch.named_models import named_world
-from asyncrl.launch.world_conformance import CHECKS, check_world
 from asyncrl.storage.assets import start_states_path
 from asyncrl.worlds.start_states import load_start_states
 from support.pages import PAINTER, importable, write_painter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-ROWS = 9
+ROWS = 3
 """Slots of a compiled decision: as many as a check has at most, so that there is one shape to compile."""
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from asyncrl.config.sections import ImaginationSettings
 from asyncrl.fitting.wan import ActionScale, take_raw
-from asyncrl.launch.world_conformance import check_world
+from asyncrl.launch.conformance import check_world
 from asyncrl.records import CHUNK
 from asyncrl.storage.assets import start_states_path, world_folder
 from asyncrl.worlds.evac.conditions import EvacConfig
