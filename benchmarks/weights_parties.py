@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from asyncrl.learner.weight_export import GatheredWeights
-from asyncrl.weights.receiver import build_receiver
+from asyncrl.weights.receiver import WeightReceiver
 
 Kind = Literal["full", "lora"]
 Shapes = dict[str, tuple[int, ...]]
@@ -165,7 +165,7 @@ class ActorSide:
 
     def join(self, transport: str, endpoint: str, shapes: Shapes, dtype: torch.dtype) -> int:
         self.tensors = {n: torch.zeros(s, dtype=dtype, device=self.device) for n, s in shapes.items()}
-        self.receiver = build_receiver(
+        self.receiver = WeightReceiver(
             transport, endpoint, self.name, self.tensors, self.device, self.deadline
         )
         return os.getpid()

@@ -44,7 +44,7 @@ from weights_parties import (
 )
 
 from asyncrl.messaging.sockets import private_folder
-from asyncrl.weights.publisher import STAGES, BroadcastPublisher, build_publisher
+from asyncrl.weights.publisher import STAGES, BroadcastPublisher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +181,7 @@ class Channel:
             pipe.recv()
         transport = transport_of(settings.devices[0], settings.devices[settings.learner_ranks :])
         self.folder = private_folder()
-        self.publisher: BroadcastPublisher = build_publisher(
+        self.publisher: BroadcastPublisher = BroadcastPublisher(
             transport, self.folder / "weights", device=self.device, deadline=settings.deadline
         )
         processes.order("join", transport, self.publisher.endpoint, shapes, dtype)

@@ -217,15 +217,15 @@ def relay_weights(config: TrainConfig, info: RunInfo, hosts: Hosts, job: Job, en
     """
     from asyncrl.devices.tensors import pick_device
     from asyncrl.weights.interface import PULL
-    from asyncrl.weights.publisher import build_publisher
-    from asyncrl.weights.receiver import Relay, build_receiver
+    from asyncrl.weights.publisher import BroadcastPublisher
+    from asyncrl.weights.receiver import Relay, WeightReceiver
     from asyncrl.weights.server import ServerSettings
 
     deadline, identity, folder = config.weights.timeout, info.identity, private_folder()
     ending.callback(shutil.rmtree, folder, ignore_errors=True)
     # Others can write into torchrun's store: it may not name code.
     trusted = info.hosts_transport in ("nccl", "cuda_ipc", config.weights.transport)
-    receiver = build_receiver(
+    receiver = WeightReceiver(
         info.hosts_transport if trusted else PULL,
         info.pull_endpoint,
         hosts.names[hosts.of(job.rank)],
@@ -236,7 +236,7 @@ def relay_weights(config: TrainConfig, info: RunInfo, hosts: Hosts, job: Job, en
         identity,
     )
     settings = ServerSettings(identity=identity)
-    publisher = build_publisher(RELAYED, folder / NOTE, deadline=deadline, settings=settings)
+    publisher = BroadcastPublisher(RELAYED, folder / NOTE, deadline=deadline, settings=settings)
     ending.callback(Relay(receiver, publisher).close)
     content = json.dumps({"mark": info.mark, "endpoint": publisher.endpoint})
     write_text(job.status_folder(Path(info.run_dir)) / NOTE, content)

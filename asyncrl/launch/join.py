@@ -136,7 +136,7 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
     from asyncrl.replay.client import WINDOW, ZmqActorPort
     from asyncrl.replay.connection import ask_settings
     from asyncrl.weights.interface import PULL
-    from asyncrl.weights.receiver import build_receiver
+    from asyncrl.weights.receiver import WeightReceiver
 
     device = take_device(settings.device)
     told = ask_settings(settings.join, name, keys, ANSWER_DEADLINE)
@@ -149,7 +149,7 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
         backend, starts = open_backend(config, policy, device)
         closing.callback(backend.close)
         timeout, tensors = config.weights.timeout, policy.acting_tensors()
-        receiver = build_receiver(PULL, told.weights, name, tensors, "cpu", timeout, keys, told.identity)
+        receiver = WeightReceiver(PULL, told.weights, name, tensors, "cpu", timeout, keys, told.identity)
         closing.callback(receiver.close)
         version = receiver.wait_for_first(config.startup_timeout)
         print(f"{name}: joined {settings.join} at version {version}, {device}", flush=True)

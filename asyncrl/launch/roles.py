@@ -107,7 +107,7 @@ def _receiver(
 ) -> Receiver:
     """Receive the learner's weights: by the carrier of the host, or fetched by one alone on another host."""
     from asyncrl.weights.interface import PULL
-    from asyncrl.weights.receiver import build_receiver
+    from asyncrl.weights.receiver import WeightReceiver
 
     keys, endpoint = endpoints.client_keys(info.keys, name), info.weights_endpoint or info.pull_endpoint
     if not info.weights_endpoint:
@@ -117,7 +117,7 @@ def _receiver(
     else:
         transport, keys = RELAYED, None  # Only this user reaches the relay's socket.
     timeout = config.weights.timeout
-    return build_receiver(transport, endpoint, name, tensors, device, timeout, keys, info.identity)
+    return WeightReceiver(transport, endpoint, name, tensors, device, timeout, keys, info.identity)
 
 
 def replay_main(config: TrainConfig, info: RunInfo, start: RunStart) -> None:

@@ -194,13 +194,13 @@ def lead(asked: TrainConfig, job: Job, hosts: Hosts, stop: StopFlag) -> int:
 
 def _open_weights(run: _Run, socket: Path, keys: str) -> tuple[BroadcastPublisher, str]:
     """Open the channel of the weights; returns the carrier between hosts too."""
-    from asyncrl.weights.publisher import build_publisher
+    from asyncrl.weights.publisher import BroadcastPublisher
 
     settings = endpoints.weight_settings(run.config, run.hosts, keys, run.start.identity)
     if between := transport_between(run.config, run.hosts, run.transport):
         settings = replace(settings, store_address=run.hosts.addresses[0])
     timeout, device = run.config.weights.timeout, run.models.policy.device
-    return build_publisher(run.transport, socket, device, timeout, settings), between
+    return BroadcastPublisher(run.transport, socket, device, timeout, settings), between
 
 
 def _news(

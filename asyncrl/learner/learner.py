@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from torch import Tensor, nn
+from torch import nn
 
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
 from asyncrl.devices.tensors import host_peak, peak_memory
@@ -116,7 +116,7 @@ class Learner:
         *,
         throughput: Throughput,
         copy_policy: Callable[[], Callable[[Path], None]],
-        acting_tensors: Callable[[], WeightSource | Mapping[str, Tensor]],
+        acting_tensors: Callable[[], WeightSource],
         offload: IdleOffload = NO_OFFLOAD,
         stop_requested: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,

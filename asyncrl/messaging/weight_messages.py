@@ -1,13 +1,13 @@
 """Messages about weights between the learner and its receivers, with the header of `wire`.
 
-    receiver -> learner   newest     registers, is a heartbeat, and asks for a newer version than the one
-                                     held; answered by `offer` or, within a second, by `unchanged`
-                          manifest   answered by `layout`: names, shapes and dtypes of the tensors, as JSON
+    receiver -> learner   newest     registers, is a heartbeat, and reports the version held; answered by
+                                     `unchanged`, or by `offer` if a newer one can be fetched
                           bytes      a piece of one buffer of a version; answered by `chunk`, or `gone`
-                          ready, took, broken    a member's answers to `group`, `send` and to a failure
-                          refuse     the policies differ
+                          answer     of a member, to `group` or, with its version, to `send`; or the
+                                     problem that ended its part of an epoch
                           leave
-    learner -> receiver   group      a new epoch of the weight group begins
+    learner -> receiver   layout     the receiver's manifest is another: names, shapes and dtypes, as JSON
+                          group      a new epoch of the weight group begins
                           form       all members are ready: form the link
                           send       a version is broadcast over the link
                           closed     no version will follow
@@ -31,29 +31,18 @@ CHUNK: Final = 2**20  # most bytes of a buffer in one message
 MAX_PAYLOAD: Final = 16 * 2**20
 """Most bytes of a second frame: a chunk, or the manifest of some hundred thousand tensors."""
 
+GREETING: Final = {"name": str, "member": int, "pid": int, "started": int, "secret": str, "attempt": int}
 KINDS: Final[dict[str, dict[str, type]]] = {
-    "newest": {
-        "name": str,
-        "held": int,
-        "member": int,
-        "pid": int,
-        "started": int,
-        "secret": str,
-        "attempt": int,
-    },
-    "manifest": {},
+    "newest": {**GREETING, "manifest": int, "held": int},
     "bytes": {"version": int, "buffer": int, "offset": int, "length": int},
-    "ready": {"epoch": int},
-    "took": {"epoch": int, "version": int},
-    "broken": {"epoch": int, "reason": str},
-    "refuse": {"reason": str},
-    "leave": {},
-    "offer": {"version": int, "checksum": int, "manifest": int},
+    "answer": {"epoch": int, "version": int, "problem": str},
+    "leave": {"reason": str},
+    "offer": {"version": int, "checksum": int},
     "unchanged": {},
     "layout": {"crc": int},
     "chunk": {"version": int, "buffer": int, "offset": int, "crc": int},
     "gone": {"version": int},
-    "group": {"epoch": int, "manifest": int},
+    "group": {"epoch": int},
     "form": {"epoch": int, "rank": int, "size": int, "store": str},
     "send": {"epoch": int, "version": int, "buffer_index": int, "checksum": int},
     "closed": {},

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Final
@@ -55,17 +55,7 @@ class DoubleBuffer:
 
     def pack(self, source: WeightSource, version: int) -> None:
         """Let the source write into the free set; on CUDA in stream order, without waiting for the copies."""
-        began = time.monotonic()
-        buffer_index = self._begin(source.manifest, version)
-        # Without the lock: sharded weights are gathered here, and others must not wait for that.
-        source.write(self._views[buffer_index])
-        with self._lock:
-            self._pending = PackedVersion(
-                version=version, buffer_index=buffer_index, packed=_record(self.device), began=began
-            )
-            self.newest = version
-
-    def _begin(self, manifest: packing.Manifest, version: int) -> int:
+        began, manifest, event = time.monotonic(), source.manifest, None
         with self._lock:
             if version <= self.newest:
                 raise stale_version(version, self.newest)
@@ -76,7 +66,16 @@ class DoubleBuffer:
             packing.require_same(manifest, self.manifest, "the first publish")
             # Not valid while its buffers are overwritten, and so nothing can be promoted.
             self._pending = None
-            return 0 if self._current is None else 1 - self._current.buffer_index
+            index = 0 if self._current is None else 1 - self._current.buffer_index
+        # Without the lock: sharded weights are gathered here, and others must not wait for that.
+        source.write(self._views[index])
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                event = torch.cuda.Event()
+                event.record()
+        with self._lock:
+            self._pending = PackedVersion(version=version, buffer_index=index, packed=event, began=began)
+            self.newest = version
 
     def promote(self) -> PackedVersion | None:
         """Make the newest version the one to send, unless its predecessor is held; None before the first."""
@@ -104,15 +103,6 @@ class DoubleBuffer:
                 self._holders -= 1
 
 
-def _record(device: torch.device) -> torch.cuda.Event | None:
-    if device.type != "cuda":
-        return None
-    with torch.cuda.device(device):
-        event = torch.cuda.Event()
-        event.record()
-    return event
-
-
 @dataclass(frozen=True, kw_only=True)
 class HostVersion:
     """One version in host memory."""
@@ -123,50 +113,34 @@ class HostVersion:
 
 
 class HostVersions:
-    """Host copies of the newest versions, for pullers. Used by one thread, and filled by another."""
+    """Host copies of the newest versions, for pullers: each is made on a thread of its own, one at a time."""
 
     def __init__(self, buffers: DoubleBuffer, wake: Callable[[], None]) -> None:
         self._buffers, self._wake = buffers, wake
         cuda = buffers.device.type == "cuda"
         self._stream = torch.cuda.Stream(buffers.device) if cuda else None
-        self._copies: dict[int, HostVersion] = {}
-        self._made: deque[HostVersion | Exception] = deque()
-        self._copying = False
-
-    @property
-    def versions(self) -> list[int]:
-        """Versions that are there, oldest first."""
-        return sorted(self._copies)
+        self._next: Future[HostVersion] | None = None
+        self.by_number: dict[int, HostVersion] = {}
 
     def newest(self, wanted: set[int]) -> HostVersion | None:
         """Return the newest copy, and begin to copy a newer version; then only `wanted` copies stay."""
-        while self._made:
-            copy = self._made.popleft()
-            if isinstance(copy, Exception):
-                raise copy
-            self._copying = False
-            self._copies = {old: kept for old, kept in self._copies.items() if old in wanted}
-            while len(self._copies) >= MOST_COPIES:
-                del self._copies[min(self._copies)]
-            self._copies[copy.version] = copy
-        newest = self._copies.get(max(self._copies, default=-1))
-        if not self._copying and self._buffers.sending > (newest.version if newest else -1):
-            self._copying = True
-            threading.Thread(target=self._copy, name="weights copy", daemon=True).start()
-        return newest
-
-    def get(self, version: int) -> HostVersion | None:
-        """Return the copy of a version, or None."""
-        return self._copies.get(version)
+        if self._next is not None and self._next.done():
+            copy, self._next = self._next.result(), None
+            kept = sorted(self.by_number.keys() & wanted)[1 - MOST_COPIES :]
+            self.by_number = {version: self.by_number[version] for version in kept} | {copy.version: copy}
+        newest = max(self.by_number, default=-1)
+        if self._next is None and self._buffers.sending > newest:
+            self._next = Future()
+            threading.Thread(target=self._copy, args=[self._next], name="weights copy", daemon=True).start()
+        return self.by_number.get(newest)
 
     def clear(self) -> None:
         """Free all copies."""
-        if self._made:
-            self._made.clear()
-            self._copying = False
-        self._copies.clear()
+        self.by_number.clear()
+        if self._next is not None and self._next.done():
+            self._next = None
 
-    def _copy(self) -> None:
+    def _copy(self, result: Future[HostVersion]) -> None:
         try:
             aside = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
             with self._buffers.holding() as snapshot, aside:
@@ -175,9 +149,9 @@ class HostVersions:
                 buffers = [b.to("cpu", copy=True) for b in self._buffers.buffer_pair[snapshot.buffer_index]]
             views = [packing.as_bytes(buffer).numpy().data for buffer in buffers]
             checksum = packing.checksum(buffers)
-            self._made.append(HostVersion(version=snapshot.version, checksum=checksum, buffers=views))
+            result.set_result(HostVersion(version=snapshot.version, checksum=checksum, buffers=views))
         except Exception as error:  # the thread's boundary: the publisher's thread raises it
-            self._made.append(error)
+            result.set_exception(error)
         self._wake()
 
 
@@ -209,14 +183,10 @@ class BufferedReceiver(Receiver):
         self._version, self._held = -1, -1
         self._state = f"waiting for the learner at {endpoint} to publish its first version"
         self._failure: Exception | None = None
-        self._ended = False
+        self.ended = False
+        """True after the learner announced that no version will follow."""
 
     # --- the actor's thread ---
-
-    @property
-    def ended(self) -> bool:
-        """True after the learner announced that no version will follow."""
-        return self._ended
 
     def wait_for_first(self, deadline: float) -> int:
         """Wait for the first complete version."""
@@ -224,7 +194,7 @@ class BufferedReceiver(Receiver):
         with self._changed:
             while self._version < 0:
                 self.require_alive()
-                if self._ended:
+                if self.ended:
                     raise ChannelClosed(f"The learner ended the run before {self._name} had weights.")
                 left = until - time.monotonic()
                 if left <= 0:
@@ -237,8 +207,7 @@ class BufferedReceiver(Receiver):
 
     def swap_into(self, tensors: Named) -> int:
         """Copy the newest complete version into the tensors if it is newer."""
-        if self._failure is not None:
-            self.require_alive()
+        self.require_alive()
         if self._version <= self._held:
             return self._held
         assert self._manifest is not None  # Of a receiver that adopts one, versions are handed on.
@@ -289,7 +258,7 @@ class BufferedReceiver(Receiver):
         return self._spare.buffers
 
     def _accept(self, version: int) -> None:
-        """Make the spare buffers, which hold `version`, the complete ones, unless that is not newer."""
+        # The spare buffers, which hold `version`, become the complete ones, unless it is not newer.
         with self._changed:
             if version > self._version:
                 assert self._spare is not None  # It holds the version.
@@ -297,12 +266,7 @@ class BufferedReceiver(Receiver):
                 self._version = version
                 self._changed.notify_all()
 
-    def _end(self) -> None:
+    def _finish(self, failure: Exception | None) -> None:
         with self._changed:
-            self._ended = True
-            self._changed.notify_all()
-
-    def _fail(self, error: Exception) -> None:
-        with self._changed:
-            self._failure = error
+            self._failure, self.ended = failure, failure is None
             self._changed.notify_all()

@@ -7,10 +7,11 @@ IPC or NCCL; with `pull` in pieces over the socket, from any host.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Final, Protocol, Self, TypeVar
@@ -68,11 +69,6 @@ class WholeTensors:
         packing.fill(targets, self._tensors)
 
 
-def as_weight_source(weights: WeightSource | Mapping[str, Tensor]) -> WeightSource:
-    """Return tensors by name as a source; a source as it is."""
-    return WholeTensors(weights) if isinstance(weights, Mapping) else weights
-
-
 class ChannelClosed(WeightSyncError):
     """The learner ended the run before an actor had weights: the actor ends too, without a failure."""
 
@@ -80,21 +76,19 @@ class ChannelClosed(WeightSyncError):
 class Publisher(Protocol):
     """The learner's end. Used by one thread of learner rank 0."""
 
-    def publish(self, weights: WeightSource | Mapping[str, Tensor], version: int) -> None:
+    def publish(self, weights: WeightSource, version: int) -> None:
         """Copy the weights and return at once; collective if sharded. An unsent version is replaced.
 
-        Raises:
-            WeightSyncError: `version` is old, the tensors changed their shape, or the channel broke down.
+        Raises WeightSyncError if `version` is old, a tensor changed its shape, or the channel broke down.
         """
-        as_weight_source(weights).write({})
+        weights.write({})
 
     def wait_for_first(
         self, version: int, timeout: float, stop_requested: Callable[[], bool] = lambda: False
     ) -> None:
         """Wait until an actor holds `version` or a newer one, or `stop_requested`, which is called often.
 
-        Raises:
-            WeightSyncError: None does within `timeout` seconds.
+        Raises WeightSyncError if none does within `timeout` seconds.
         """
 
     def status(self) -> dict[Metric, float]:
@@ -116,22 +110,15 @@ class Receiver(ABC):
     def wait_for_first(self, deadline: float) -> int:
         """Wait for the first complete version and return its number.
 
-        Raises:
-            ChannelClosed: None will follow.
-            WeightSyncError: None arrived within `deadline` seconds, or the policies differ.
+        Raises ChannelClosed if none will follow, WeightSyncError if none came within `deadline` seconds.
         """
 
     @abstractmethod
     def swap_into(self, tensors: Named) -> int:
         """Copy the newest complete version into the tensors, if it is newer, in the current stream's order.
 
-        A function is called only for a newer version: naming a thousand tensors takes milliseconds.
-
-        Returns:
-            The version that `tensors` now hold; -1 before the first.
-
-        Raises:
-            WeightSyncError: The policies differ, or the learner was silent beyond the deadline.
+        Returns the version that they hold, -1 before the first. A function is called only for a newer
+        version: naming a thousand tensors takes milliseconds.
         """
 
     def wait_newer(self, version: int, wait: float) -> None:  # noqa: B027  Nothing comes within a process.
@@ -173,11 +160,7 @@ class Transport(Protocol):
         ...
 
     def connect_root(self, store: Store, size: int, buffers: BufferPair) -> Link:
-        """Form a link as rank 0 of `size`, at least 2, through this epoch's store.
-
-        Args:
-            buffers: The same tensors for every link of a run.
-        """
+        """Form a link as rank 0 of `size`, at least 2, through an epoch's store; `buffers` stay the same."""
         ...
 
     def connect_member(self, store: Store, rank: int, size: int) -> Link:
@@ -192,25 +175,23 @@ def build_transport(name: str, device: torch.device, deadline: float) -> Transpo
 
 
 def open_store(address: str, seconds: float) -> Store:
-    """Open the store through which the members of one epoch form their link.
+    """Open the store of one epoch's link, ``file://PATH`` or ``tcp://HOST:PORT/PREFIX``.
 
     Args:
-        address: ``file://PATH`` in the run's private folder, or ``tcp://HOST:PORT/PREFIX``.
         seconds: Longest wait for a key.
     """
     from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    timeout = timedelta(seconds=seconds)
     kind, _, rest = address.partition("://")
     if kind == "file":
         # Of no fixed number of processes (-1): the last one to leave would delete it, but some never come.
         store = FileStore(rest, -1)
-        store.set_timeout(timeout)
+        store.set_timeout(timedelta(seconds=seconds))
         return store
     place, _, prefix = rest.partition("/")
     host, _, port = place.rpartition(":")
-    tcp = TCPStore(host, int(port), is_master=False, timeout=timeout, wait_for_workers=False)
-    return PrefixStore(prefix, tcp)
+    how = {"is_master": False, "timeout": timedelta(seconds=seconds), "wait_for_workers": False}
+    return PrefixStore(prefix, TCPStore(host, int(port), **how))
 
 
 def stale_version(version: int, newest: int) -> WeightSyncError:
@@ -234,40 +215,29 @@ def run_bounded(
     wait: Callable[[float], object] | None = None,
     wake: Callable[[], None] = lambda: None,
 ) -> T:
-    """Run `action` on a thread of its own, which is abandoned if it does not end.
-
-    Args:
-        seconds: Deadline, counted from the last change of `progress`.
-    """
-    done = threading.Event()
-    result: list[T] = []
-    problem: list[Exception] = []
+    """Run `action` on a thread of its own, which is abandoned `seconds` after the last `progress`."""
+    result: Future[T] = Future()
 
     def run() -> None:
         try:
-            result.append(action())
+            result.set_result(action())
         except Exception as error:
-            problem.append(error)  # raised below, on the caller's thread
-        finally:
-            done.set()
-            wake()
+            result.set_exception(error)
+        wake()
 
     BlockingThread(run, f"weights: {what}").start()
-    wait = wait or done.wait
     until, reached = time.monotonic() + seconds, progress()
-    while not done.is_set():
-        wait(POLL_SECONDS)
-        if done.is_set():
-            break
-        if (now := progress()) != reached:
-            until, reached = time.monotonic() + seconds, now
+    while not result.done():
         if reason := given_up():
             raise WeightSyncError(f"{what} was given up: {reason}.")
         if time.monotonic() > until:
             raise WeightSyncError(f"{what} did not end within {seconds:g} s: a member does not take part.")
-    if problem:
-        raise WeightSyncError(f"{what} failed: {first_line(problem[0])}") from problem[0]
-    return result[0]
+        wait(POLL_SECONDS) if wait else futures.wait([result], POLL_SECONDS)
+        if (now := progress()) != reached:
+            until, reached = time.monotonic() + seconds, now
+    if (problem := result.exception()) is not None:
+        raise WeightSyncError(f"{what} failed: {first_line(problem)}") from problem
+    return result.result()
 
 
 class TransportSession:
@@ -288,18 +258,15 @@ class TransportSession:
         """True if there is a link."""
         return self._link is not None
 
-    def _run(self, what: str, action: Callable[[], T], progress: Callable[[], int] = lambda: 0) -> T:
-        return run_bounded(action, what=what, progress=progress, **self._how)
-
     def form(self, what: str, make: Callable[[], Link]) -> None:
         """Make the link; all members do at the same time."""
-        self._link = self._run(what, make)
+        self._link = run_bounded(make, what=what, **self._how)
 
     def use(self, what: str, action: Callable[[Link], None]) -> None:
         """Broadcast over the link."""
         link = self._link
         assert link is not None
-        self._run(what, lambda: action(link), lambda: getattr(link, "moved", 0))
+        run_bounded(lambda: action(link), what=what, progress=lambda: getattr(link, "moved", 0), **self._how)
 
     def drop(self) -> None:
         """Abort and free the link, without blocking for long or failing."""
@@ -307,9 +274,8 @@ class TransportSession:
             return
         # Freed where it is aborted: its destructor joins threads of its own, and may wait as well.
         links, self._link = [self._link], None
+        what = "ending a weight link"
         try:
-            run_bounded(
-                lambda: links.pop().abort(), seconds=ABORT_SECONDS, what="ending a weight link", given_up=str
-            )
+            run_bounded(lambda: links.pop().abort(), seconds=ABORT_SECONDS, what=what, given_up=str)
         except WeightSyncError as error:
             _log.warning("%s Its memory is not freed.", error)

@@ -7,7 +7,7 @@
               else without the late ones                      -> idle
     forming   the transport linked all members                -> linked
     linked    a version was packed                            -> send `send`, broadcast: receipts
-    receipts  all members sent `took`                         -> linked; the set before may be packed again
+    receipts  all members answered                            -> linked; the set before may be packed again
     any       deadline, failure or death of a member          -> idle, after a pause that grows
 
 An epoch is one passage from idle to idle. A version is promoted only when no member may still read the
@@ -27,26 +27,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch import Tensor
 
 from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import waits
 from asyncrl.observability.metrics import Metric
-from asyncrl.weights import packing
+from asyncrl.weights import interface, packing
 from asyncrl.weights.buffers import DoubleBuffer, PackedVersion
-from asyncrl.weights.interface import (
-    ABORT_SECONDS,
-    POLL_SECONDS,
-    Link,
-    Publisher,
-    Transport,
-    TransportSession,
-    WeightSource,
-    as_weight_source,
-    build_transport,
-    open_store,
-)
+from asyncrl.weights.interface import POLL_SECONDS, Link, Publisher, TransportSession, WeightSource
 from asyncrl.weights.server import GOODBYE, ServerSettings, Subscriber, WeightServer
 
 if TYPE_CHECKING:
@@ -76,11 +64,19 @@ class Broadcast:
 
 
 class BroadcastPublisher(Publisher):
-    """Over a socket and a transport; built by `build_publisher`."""
+    """Publishes over a socket in a private folder, and a transport."""
 
-    def __init__(self, transport: Transport, path: Path, deadline: float, settings: ServerSettings) -> None:
-        self._transport, self._path, self._deadline = transport, path, deadline
-        self._buffers = DoubleBuffer(transport.device, getattr(transport, "allocate", None))
+    def __init__(
+        self,
+        transport: str,
+        path: Path,
+        device: torch.device | str = "cpu",
+        deadline: float = 60.0,
+        settings: ServerSettings = ServerSettings(),  # noqa: B008 - it is frozen
+    ) -> None:
+        self._transport = interface.build_transport(transport, torch.device(device), deadline)
+        self._path, self._deadline = path, deadline
+        self._buffers = DoubleBuffer(self._transport.device, getattr(self._transport, "allocate", None))
         self._stores: TCPStore | None = None
         self._store_prefix = ""
         if settings.store_address:
@@ -90,12 +86,10 @@ class BroadcastPublisher(Publisher):
         self.endpoint = self.server.endpoint
         self.pull_endpoint = self.server.pull_endpoint  # For receivers elsewhere.
         self._session = TransportSession(deadline, self._given_up, self.server.turn, self.server.wake)
-        self._epoch = 0
-        self._members: tuple[Subscriber, ...] = ()  # Of this epoch.
-        self._epoch_failed = False
+        self._epoch, self._epoch_failed = 0, False
+        self._members: list[Subscriber] = []  # Of this epoch.
         self._sent_in_epoch = -1
         self._failed_in_a_row = 0
-        self._packing = False  # True while the device copies the version to send into its buffers.
         self.sent = Broadcast()
         self._waiting_for = "no actor has registered"
         self._failure: Exception | None = None
@@ -105,10 +99,10 @@ class BroadcastPublisher(Publisher):
 
     # --- the learner's thread ---
 
-    def publish(self, weights: WeightSource | Mapping[str, Tensor], version: int) -> None:
+    def publish(self, weights: WeightSource, version: int) -> None:
         """Copy the weights and return at once."""
         self._require_alive()
-        self._buffers.pack(as_weight_source(weights), version)
+        self._buffers.pack(weights, version)
         self.server.wake()
 
     def wait_for_first(
@@ -135,20 +129,18 @@ class BroadcastPublisher(Publisher):
     def status(self) -> dict[Metric, float]:
         """Return the newest metrics `weights/*`."""
         with self.server.changed:
-            pullers = [each for each in self.server.subscribers.values() if not each.member]
-            sent, hosts = self.sent, {}
-        there = [each for each in pullers if each.held >= 0]
-        if self._stores is not None:
-            hosts = {m.WEIGHTS_HOSTS: float(sent.hosts), m.WEIGHTS_HOSTS_SECONDS: sent.seconds}
+            sent, subscribers = self.sent, list(self.server.subscribers.values())
+        pullers = [each for each in subscribers if not each.member and each.held >= 0]
+        hosts = {m.WEIGHTS_HOSTS: float(sent.hosts), m.WEIGHTS_HOSTS_SECONDS: sent.seconds}
         return {
             m.WEIGHTS_VERSION: self._buffers.newest,
             m.WEIGHTS_BYTES: packing.total_bytes(self._buffers.buffer_pair[0]),
             m.WEIGHTS_SECONDS: sent.seconds,
-            m.WEIGHTS_MEMBERS: sent.members + len(there),
-            m.WEIGHTS_JOINED: len(there),
-            m.WEIGHTS_PULL_SECONDS: max((each.seconds for each in there), default=0.0),
+            m.WEIGHTS_MEMBERS: sent.members + len(pullers),
+            m.WEIGHTS_JOINED: len(pullers),
+            m.WEIGHTS_PULL_SECONDS: max((each.seconds for each in pullers), default=0.0),
             m.WEIGHTS_PULLED_BYTES: self.server.sent_bytes,
-        } | hosts
+        } | (hosts if self._stores else {})
 
     @property
     def joined(self) -> int:
@@ -160,7 +152,7 @@ class BroadcastPublisher(Publisher):
         """Announce that no version will follow, and stop."""
         self._closing = True
         self.server.wake()
-        self._thread.join(self._deadline + READY_SECONDS + GOODBYE + ABORT_SECONDS)
+        self._thread.join(self._deadline + READY_SECONDS + GOODBYE + interface.ABORT_SECONDS)
 
     def _require_alive(self) -> None:
         if self._failure is not None:
@@ -172,9 +164,8 @@ class BroadcastPublisher(Publisher):
             raise WeightSyncError("The weight publisher was closed. Publish before closing it.")
 
     def _first_missing(self, version: int, timeout: float, registered: Iterable[str]) -> WeightSyncError:
-        refused = self.server.refused
-        parts = [f"registered: {', '.join(sorted({*registered} - refused.keys())) or 'none'}"]
-        parts += [f"{name} refused it: {why}" for name, why in sorted(refused.items())]
+        parts = [f"registered: {', '.join(sorted(registered)) or 'none'}"]
+        parts += [f"{name} left: {why}" for name, why in sorted(self.server.failed.items())]
         elsewhere = f", or {self.pull_endpoint} if they join" if self.pull_endpoint != self.endpoint else ""
         return WeightSyncError(
             f"Policy version {version} must reach an actor at {self.endpoint}{elsewhere}, but none has it "
@@ -187,8 +178,10 @@ class BroadcastPublisher(Publisher):
     def _run(self) -> None:
         try:
             while not self._closing:
-                if not self._step():
-                    self._pause()
+                try:
+                    self._step()
+                except WeightSyncError as error:  # Dead or slow members spoil an epoch at most.
+                    self._give_up_epoch(error)
         except Exception as error:  # the thread's boundary: the next publish raises it
             with self.server.changed:
                 self._failure = error
@@ -198,48 +191,41 @@ class BroadcastPublisher(Publisher):
             self.server.close()
             self._stores = None
 
-    def _step(self) -> bool:
-        """Form a group or send a version if one is due; True if one was sent."""
-        if self._buffers.manifest is None:
-            return False
-        if self._epoch_failed or tuple(self.server.members()) != self._members:
-            self._attempt("forming the weight group", self._form)
+    def _step(self) -> None:
+        """Begin an epoch, form its link and send a version, as far as they are due; else wait."""
+        if self._buffers.manifest is not None and (
+            self._epoch_failed or self.server.members() != self._members
+        ):
+            self._begin_epoch()
         # Only now: a new epoch must have ended the one of a failed broadcast before its buffers are reused.
         current = self._buffers.promote()
-        self._packing = current is not None and not current.complete
-        if current is None or self._packing or not self._session.formed or self._epoch_failed:
-            return False
-        if current.version == self._sent_in_epoch:
-            return False
-        return self._attempt(f"sending version {current.version}", lambda: self._send(current))
-
-    def _pause(self) -> None:
-        """Wait for messages or a version; after failures for longer."""
-        if self._failed_in_a_row:
-            until = time.monotonic() + min(1.0, POLL_SECONDS * 2**self._failed_in_a_row)
-            while time.monotonic() < until and not self._closing:
-                self.server.turn(POLL_SECONDS)
-        elif self._packing:
+        if self._members and not self._session.formed:
+            self._form()
+        if current is None or not self._session.formed or current.version == self._sent_in_epoch:
+            self.server.turn(IDLE_SECONDS)
+        elif current.complete:
+            self._send(current)
+        else:
             time.sleep(PACKING_POLL_SECONDS)  # Less than the milliseconds in which a socket's wait counts.
             self.server.turn(0.0)
-        else:
-            self.server.turn(IDLE_SECONDS)
 
-    def _attempt(self, what: str, action: Callable[[], None]) -> bool:
-        """Run an action that dead or slow members can spoil; False then, and a new epoch comes next."""
-        names = _names(self.server.members())
-        self._waiting_for = f"{what} (to: {names})"
-        try:
-            action()
-        except WeightSyncError as error:
-            level = logging.INFO if self._closing else logging.WARNING
-            _log.log(level, "Epoch %d of the weight group (%s) ended: %s", self._epoch, names, error)
-            self._failed_in_a_row = min(self._failed_in_a_row + 1, 10)
-            self._epoch_failed = True
-            self._drop_link()
-            return False
-        self._waiting_for = "waiting for more actors"
-        return True
+    def _begin_epoch(self) -> None:
+        self._drop_link()
+        self._epoch, self._epoch_failed = self._epoch + 1, False
+        self._members, self._sent_in_epoch = self.server.members(), -1
+        self.server.begin_epoch(self._epoch)
+        if not self._members:
+            self._failed_in_a_row = 0
+
+    def _give_up_epoch(self, error: WeightSyncError) -> None:
+        level = logging.INFO if self._closing else logging.WARNING
+        _log.log(level, "Epoch %d (%s) ended: %s", self._epoch, _names(self._members), error)
+        self._failed_in_a_row = min(self._failed_in_a_row + 1, 10)
+        self._epoch_failed = True
+        self._drop_link()
+        until = time.monotonic() + min(1.0, POLL_SECONDS * 2**self._failed_in_a_row)
+        while time.monotonic() < until and not self._closing:
+            self.server.turn(POLL_SECONDS)
 
     def _drop_link(self) -> None:
         self._forget_store()
@@ -254,19 +240,11 @@ class BroadcastPublisher(Publisher):
         return self._path.with_name(f"{self._path.name}.{self._epoch}")
 
     def _form(self) -> None:
-        self._drop_link()
-        self._epoch += 1
-        self._members, self._sent_in_epoch, self._epoch_failed = tuple(self.server.members()), -1, False
         epoch, members = self._epoch, self._members
-        for each in self.server.subscribers.values():
-            if each.member:  # Those that are behind too: it ends their part of the former epoch.
-                self.server.send(each.peer, "group", epoch=epoch, manifest=self.server.manifest_sum)
-        if not members:
-            self._failed_in_a_row = 0
-            return
         patience = min(READY_SECONDS, self._deadline)
+        self._waiting_for = f"forming the weight group (to: {_names(members)})"
         with waits.waiting(waits.READY, patience, f" of epoch {epoch}"):
-            late = self._await_members(lambda member: member.ready == epoch, patience)
+            late = self._await_answers(-1, patience)
         if late:
             raise WeightSyncError(f"left behind, did not answer: {_names(late)}.")
         prefix, size = self._store_prefix, 1 + len(members)
@@ -275,7 +253,7 @@ class BroadcastPublisher(Publisher):
             self.server.send(member.peer, "form", epoch=epoch, rank=rank, size=size, store=store)
 
         def form() -> Link:
-            opened, pair = open_store(store, self._deadline), self._buffers.buffer_pair
+            opened, pair = interface.open_store(store, self._deadline), self._buffers.buffer_pair
             return self._transport.connect_root(opened, size, pair)
 
         with waits.waiting(waits.FORMING, self._deadline, f", epoch {epoch}"):
@@ -283,26 +261,31 @@ class BroadcastPublisher(Publisher):
 
     def _send(self, snapshot: PackedVersion) -> None:
         version, index, times = snapshot.version, snapshot.buffer_index, [snapshot.began, time.monotonic()]
+        self._waiting_for = f"sending version {version} (to: {_names(self._members)})"
         with self._transport.side_stream():
             checksum = packing.checksum(self._buffers.buffer_pair[index])
         times.append(time.monotonic())
-        header: dict[str, Any] = {"version": version, "buffer_index": index, "checksum": checksum}
+        header: dict[str, Any] = {
+            "epoch": self._epoch,
+            "version": version,
+            "buffer_index": index,
+            "checksum": checksum,
+        }
         for member in self._members:
-            self.server.send(member.peer, "send", epoch=self._epoch, **header)
+            self.server.send(member.peer, "send", **header)
         times.append(time.monotonic())
         about = f" version {version}"
         with waits.waiting(waits.BROADCAST, self._deadline, about):
             self._session.use("broadcasting" + about, lambda link: link.send(index))
         times.append(time.monotonic())
-        receipt = (self._epoch, version)
         with waits.waiting(waits.RECEIPTS, self._deadline, about):
-            late = self._await_members(lambda member: member.took == receipt, self._deadline)
+            late = self._await_answers(version, self._deadline)
         if late:
             raise WeightSyncError(f"no receipt within {self._deadline:g} s from {_names(late)}.")
         times.append(time.monotonic())
-        if self._sent_in_epoch < 0:
-            self._forget_store()  # All members used it, so all have formed it.
+        self._forget_store()  # All members used it, so all have formed it.
         self._sent_in_epoch, self._failed_in_a_row = version, 0
+        self._waiting_for = "waiting for more actors"
         stages: dict[str, float] = dict(zip(STAGES, (b - a for a, b in pairwise(times)), strict=True))
         hosts = sum(not member.started for member in self._members)
         with self.server.changed:
@@ -311,10 +294,10 @@ class BroadcastPublisher(Publisher):
                 member.held = version
             self.server.changed.notify_all()
 
-    def _await_members(self, answered: Callable[[Subscriber], bool], seconds: float) -> list[Subscriber]:
-        """Wait for all members' answer; return the late ones, which are left behind."""
-        until = time.monotonic() + seconds
-        while late := [member for member in self._members if not answered(member)]:
+    def _await_answers(self, version: int, seconds: float) -> list[Subscriber]:
+        """Wait for all members' answer about `version`, -1: the epoch; late ones are left behind."""
+        until, expected = time.monotonic() + seconds, (self._epoch, version, "")
+        while late := [member for member in self._members if member.answer != expected]:
             if reason := self._given_up():
                 raise WeightSyncError(f"the wait for {_names(late)} was given up: {reason}.")
             if time.monotonic() > until:
@@ -329,9 +312,13 @@ class BroadcastPublisher(Publisher):
         """Return why the current epoch has no future; empty while it has one."""
         if self._closing:
             return "the publisher is closing"
-        if gone := [member for member in self._members if member.gone or member.behind]:
+        there = self.server.members()
+        if gone := [member for member in self._members if member not in there]:
             return f"{_names(gone)} died, left or registered again"
-        return next((why for epoch, why in (x.broken for x in self._members) if epoch == self._epoch), "")
+        problems = (
+            f"{x.name}: {x.answer[2]}" for x in self._members if x.answer[0] == self._epoch and x.answer[2]
+        )
+        return next(problems, "")
 
 
 def _serve_stores(address: str) -> tuple[TCPStore, str]:
@@ -352,18 +339,6 @@ def _serve_stores(address: str) -> tuple[TCPStore, str]:
         address, port, timeout=timedelta(seconds=5.0), master_listen_fd=listener.detach(), **more
     )
     return store, f"tcp://{address}:{port}"
-
-
-def build_publisher(
-    transport: str,
-    path: Path,
-    device: torch.device | str = "cpu",
-    deadline: float = 60.0,
-    settings: ServerSettings = ServerSettings(),  # noqa: B008 - it is frozen
-) -> BroadcastPublisher:
-    """Open the weight channel on learner rank 0."""
-    carrier = build_transport(transport, torch.device(device), deadline)
-    return BroadcastPublisher(carrier, path, deadline, settings)
 
 
 def _names(members: Iterable[Subscriber]) -> str:

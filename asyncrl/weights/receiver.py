@@ -25,22 +25,14 @@ from asyncrl.messaging.sockets import LINGER_MS, open_dealer
 from asyncrl.messaging.weight_messages import CHUNK, WeightMessage, decode, encode
 from asyncrl.observability import process_status, waits
 from asyncrl.storage.run_owner import NO_RUN, RunIdentity
-from asyncrl.weights import packing
+from asyncrl.weights import interface, packing
 from asyncrl.weights.buffers import BufferedReceiver
-from asyncrl.weights.interface import (
-    ABORT_SECONDS,
-    PULL,
-    Link,
-    Publisher,
-    Transport,
-    TransportSession,
-    build_transport,
-    open_store,
-)
+from asyncrl.weights.interface import ABORT_SECONDS, PULL, Link, Publisher, TransportSession, WholeTensors
 from asyncrl.weights.server import WakeableSocket
 
 IN_FLIGHT: Final = 8  # Pieces requested at the same time, at most
-ASK_AGAIN: Final = 10.0  # Seconds without an answer until a question is repeated
+HEARTBEAT: Final = 0.5  # Seconds between two questions for a newer version
+ASK_AGAIN: Final = 10.0  # Seconds without a piece until all are requested again
 MAX_DAMAGED: Final = 3  # Damaged messages or versions in a row after which a receiver gives up
 CLOSE_SECONDS: Final = 2 * ABORT_SECONDS  # Longest wait of close
 MAX_REASON: Final = 2000  # Letters of a reason that is sent
@@ -55,25 +47,38 @@ class _Closing(Exception): ...
 
 
 class WeightReceiver(BufferedReceiver):
-    """Receives over the learner's socket and a transport, or by pulling; built by `build_receiver`."""
+    """Receives over the learner's socket: by a transport, as a member of the weight group, or by pulling."""
 
     def __init__(
         self,
+        transport: str,
         endpoint: str,
         name: str,
-        manifest: packing.Manifest | None,
-        transport: Transport | None,
-        security: ClientKeys | None,
-        deadline: float,
-        identity: RunIdentity,
+        tensors: Mapping[str, Tensor] | None,
+        device: torch.device | str = "cpu",
+        deadline: float = 60.0,
+        security: ClientKeys | None = None,
+        identity: RunIdentity = NO_RUN,
     ) -> None:
-        device = transport.device if transport else torch.device("cpu")
-        super().__init__(name, endpoint, manifest, device, deadline)
-        self._transport = transport
-        pid = os.getpid() if transport is not None and endpoint.startswith("ipc") else 0
-        about = {"pid": pid, "started": process_status.started(pid) if pid else 0}
-        whose = {"secret": identity.secret, "attempt": identity.attempt}
-        self._greeting = {"name": name, "member": int(transport is not None), **about, **whose}
+        """Join the weight channel.
+
+        Args:
+            tensors: Those to swap, of which shape and dtype are read; None: the learner's.
+        """
+        manifest, own = None if tensors is None else packing.build_manifest(tensors), torch.device(device)
+        self._transport = None if transport == PULL else interface.build_transport(transport, own, deadline)
+        buffers_on = self._transport.device if self._transport else torch.device("cpu")
+        super().__init__(name, endpoint, manifest, buffers_on, deadline)
+        pid = os.getpid() if self._transport and endpoint.startswith("ipc") else 0
+        self._greeting: dict[str, Any] = {
+            "name": name,
+            "member": int(self._transport is not None),
+            "pid": pid,
+            "started": process_status.started(pid) if pid else 0,
+            "secret": identity.secret,
+            "attempt": identity.attempt,
+            "manifest": manifest.checksum if manifest else 0,
+        }
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             routing_id = f"weights-{os.urandom(8).hex()}".encode()
@@ -87,7 +92,7 @@ class WeightReceiver(BufferedReceiver):
         self._session = TransportSession(deadline, self._given_up, self._listen, self._wakeable.wake)
         self._inbox: deque[WeightMessage] = deque()
         self._asked_at, self._silent, self._listened_at = -math.inf, 0.0, time.monotonic()
-        self._epoch, self._epoch_failed, self._damaged = 0, False, 0
+        self._epoch, self._damaged = 0, 0  # Epoch 0: none, or it failed
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weights receiver", daemon=True)
         self._thread.start()
@@ -101,6 +106,7 @@ class WeightReceiver(BufferedReceiver):
     # --- the receiver's thread ---
 
     def _run(self) -> None:
+        failure: Exception | None = None
         try:
             while True:
                 self._ask_newest()
@@ -108,38 +114,46 @@ class WeightReceiver(BufferedReceiver):
                 while self._inbox:
                     self._handle(self._inbox.popleft())
         except _Closing:
-            self._end()
+            pass
         except Exception as error:  # the thread's boundary: the actor's next swap raises it
-            self._fail(error)
+            failure = error
+        try:
+            self._report("leave", reason=str(failure or "")[:MAX_REASON])
         finally:
+            self._finish(failure)
             self._session.drop()
-            self._report("leave")
-            self._wakeable.close()
             self._socket.disable_monitor()
             self._context.destroy(linger=LINGER_MS)
 
     def _handle(self, message: WeightMessage) -> None:
-        if message.kind == "offer":
-            self._fetch_offered(message)
+        if message.kind == "layout":
+            self._adopt(packing.Manifest.from_json(bytes(message.payload)))
+        elif message.kind == "offer":
+            self._fetch_offered(message["version"], message["checksum"])
+            self._asked_at = -math.inf
         elif message.kind == "group":
             self._session.drop()
-            self._epoch, self._epoch_failed = message["epoch"], False
-            self._check_manifest(message["manifest"])
-            self._report("ready", epoch=self._epoch)
-        elif message.kind in ("form", "send") and message["epoch"] == self._epoch and not self._epoch_failed:
+            self._epoch = message["epoch"]
+            self._answer(-1)
+        elif message.kind in ("form", "send") and message["epoch"] == self._epoch:
             try:
                 self._form(message) if message.kind == "form" else self._receive(message)
             except WeightSyncError as error:
                 self._session.drop()
                 if self._damaged >= MAX_DAMAGED:
                     raise
-                self._give_up_epoch(error)
+                if not self._given_up():  # Otherwise the learner knows.
+                    _log.warning(
+                        "%s gives up epoch %d of the weight group: %s", self._name, self._epoch, error
+                    )
+                    self._answer(-1, str(error)[:MAX_REASON])
+                self._epoch = 0
 
     # messages
 
     def _ask_newest(self) -> None:
         now = time.monotonic()
-        if now - self._asked_at >= ASK_AGAIN and self._send("newest", held=self._version, **self._greeting):
+        if now - self._asked_at >= HEARTBEAT and self._send("newest", held=self._version, **self._greeting):
             self._asked_at = now
 
     def _send(self, kind: str, **fields: Any) -> bool:
@@ -150,9 +164,12 @@ class WeightReceiver(BufferedReceiver):
         return True
 
     def _report(self, kind: str, **fields: Any) -> None:
-        """Send an answer, also if requests for pieces fill the queue now."""
+        # Also if requests for pieces fill the queue now.
         self._socket.poll(LINGER_MS, zmq.POLLOUT)
         self._send(kind, **fields)
+
+    def _answer(self, version: int, problem: str = "") -> None:
+        self._report("answer", epoch=self._epoch, version=version, problem=problem)
 
     def _listen(self, seconds: float) -> None:
         """Put new messages into the inbox; raises if none will follow."""
@@ -162,27 +179,20 @@ class WeightReceiver(BufferedReceiver):
         self._handshakes.check()
         now = time.monotonic()
         # Not the clock's time alone: this process may have been stopped.
-        self._silent += min(now - self._listened_at, 2 * _SLICE)
+        self._silent = 0.0 if came else self._silent + min(now - self._listened_at, 2 * _SLICE)
         self._listened_at = now
-        if came:
-            self._silent = 0.0
-            while (message := self._next_message()) is not None:
-                self._inbox.append(message)
-        elif self._silent > self._deadline:
+        if self._silent > self._deadline:
             raise WeightSyncError(
                 f"{self._name} had no answer from the learner at {self._endpoint} for {self._deadline:g} s "
                 f"(--weights.timeout) and still acts with version {self._version}. The learner ended, or the "
                 "network is down: see its log."
             )
-
-    def _next_message(self) -> WeightMessage | None:
-        while True:
+        while came:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return None
-            try:
                 message = decode([frame.buffer for frame in frames])
+            except zmq.Again:
+                return
             except WireError as error:
                 self._record_damage(str(error))
                 continue
@@ -192,10 +202,8 @@ class WeightReceiver(BufferedReceiver):
                 raise AttemptEnded(f"the learner at {self._endpoint}", message["attempt"])
             if message.kind == "refused":
                 raise WeightSyncError(f"The learner at {self._endpoint} refused: {message['reason']}")
-            if message.kind in ("unchanged", "offer"):
-                self._asked_at = -math.inf
             if message.kind != "unchanged":
-                return message
+                self._inbox.append(message)
 
     def _record_damage(self, what: str) -> None:
         self._damaged += 1
@@ -206,48 +214,25 @@ class WeightReceiver(BufferedReceiver):
                 "The network changes what it carries, or both sides do not run the same asyncrl."
             )
 
-    def _check_manifest(self, crc: int) -> None:
-        """Check that the learner's manifest is this receiver's, or adopt it."""
-        if self._manifest is not None and crc == self._manifest.checksum:
-            return
-        theirs = packing.Manifest.from_json(bytes(self._ask_layout().payload))
+    def _adopt(self, learner: packing.Manifest) -> None:
         if self._manifest is None:
-            self._manifest = theirs
-            return
-        try:
-            packing.require_same(theirs, self._manifest, self._name)
-        except WeightSyncError as error:
-            self._report("refuse", reason=str(error)[:MAX_REASON])
-            raise
-
-    def _ask_layout(self) -> WeightMessage:
-        asked_at = -math.inf
-        while True:
-            now = time.monotonic()
-            if now - asked_at >= ASK_AGAIN and self._send("manifest"):
-                asked_at = now
-            self._listen(_SLICE)
-            for message in self._inbox:
-                if message.kind == "layout":
-                    self._inbox.remove(message)
-                    return message
+            self._manifest, self._greeting["manifest"] = learner, learner.checksum
+        packing.require_same(learner, self._manifest, self._name)
 
     # pull
 
-    def _fetch_offered(self, offer: WeightMessage) -> None:
-        version = offer["version"]
+    def _fetch_offered(self, version: int, checksum: int) -> None:
         if version <= self._version:
             return
-        self._check_manifest(offer["manifest"])
         self._state = f"fetching version {version} from {self._endpoint}"
         if not self._fetch(version):
             return
         found = packing.checksum(self._spare_buffers())
-        if found == offer["checksum"]:
+        if found == checksum:
             self._damaged = 0
             self._accept(version)
         else:
-            self._record_damage(f"version {version} has checksum {found:x}, expected {offer['checksum']:x}.")
+            self._record_damage(f"version {version} has checksum {found:x}, expected {checksum:x}.")
 
     def _fetch(self, version: int) -> bool:
         """Fetch a version into the spare buffers; False if it is gone, because a newer one is there."""
@@ -291,7 +276,7 @@ class WeightReceiver(BufferedReceiver):
         self._state = f"forming epoch {epoch} of the weight group"
 
         def form() -> Link:
-            return transport.connect_member(open_store(where, self._deadline), rank, size)
+            return transport.connect_member(interface.open_store(where, self._deadline), rank, size)
 
         with waits.waiting(waits.JOINING, self._deadline, f", epoch {epoch}"):
             self._session.form(self._state, form)
@@ -322,7 +307,7 @@ class WeightReceiver(BufferedReceiver):
             )
         self._damaged = 0
         self._accept(version)
-        self._report("took", epoch=self._epoch, version=version)
+        self._answer(version)
 
     def _given_up(self) -> str:
         """Return why work for this epoch is in vain; empty if it is not."""
@@ -330,33 +315,6 @@ class WeightReceiver(BufferedReceiver):
         self._ask_newest()
         newest = max((x["epoch"] for x in self._inbox if x.kind == "group"), default=self._epoch)
         return f"the learner went on to epoch {newest}" if newest != self._epoch else ""
-
-    def _give_up_epoch(self, error: WeightSyncError) -> None:
-        """Report the failure, unless the learner knows, and wait for the next `group`."""
-        self._epoch_failed = True
-        if not self._given_up():
-            _log.warning("%s gives up epoch %d of the weight group: %s", self._name, self._epoch, error)
-            self._report("broken", epoch=self._epoch, reason=str(error)[:MAX_REASON])
-
-
-def build_receiver(
-    transport: str,
-    endpoint: str,
-    name: str,
-    tensors: Mapping[str, Tensor] | None,
-    device: torch.device | str = "cpu",
-    deadline: float = 60.0,
-    security: ClientKeys | None = None,
-    identity: RunIdentity = NO_RUN,
-) -> WeightReceiver:
-    """Join the weight channel from an actor.
-
-    Args:
-        tensors: Those to swap, of which shape and dtype are read; None: the learner's.
-    """
-    carrier = None if transport == PULL else build_transport(transport, torch.device(device), deadline)
-    manifest = None if tensors is None else packing.build_manifest(tensors)
-    return WeightReceiver(endpoint, name, manifest, carrier, security, deadline, identity)
 
 
 class Relay:
@@ -384,7 +342,9 @@ class Relay:
             while not (self._closing.is_set() or self._receiver.ended):
                 self._receiver.wait_newer(version, RELAY_POLL)
                 self._receiver.require_alive()
-                version = self._receiver.hand_on(version, self._publisher.publish)
+                version = self._receiver.hand_on(
+                    version, lambda tensors, number: self._publisher.publish(WholeTensors(tensors), number)
+                )
         except AsyncRLError as error:
             _log.warning("The actors of this host get no new weights: %s", error)
         except Exception:  # the thread's boundary: its actors end as those of a learner that is gone

@@ -10,8 +10,8 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +28,6 @@ from asyncrl.observability import process_status, waits
 from asyncrl.storage.run_owner import NO_RUN, RunIdentity
 from asyncrl.weights.buffers import DoubleBuffer, HostVersions
 
-PARKED: Final = 1.0  # Seconds until a question for a newer version is answered with unchanged
 GOODBYE: Final = 2.0  # Seconds for receivers to read that the channel is closed
 LAST_CALL: Final = 0.2  # The same without any receiver, for those that are just connecting
 STOPPED_SECONDS: Final = 2.0  # A member halted for so long is left behind; a profiler halts one for less
@@ -37,6 +36,7 @@ TWIN: Final = (
     "Two actors are called {}, and the newer one took this one's place. Give each actor a name of its own."
 )
 LEFT_BEHIND: Final = "was left behind: it did not answer"
+_TAKEN: Final = ("newest", "bytes", "answer", "leave")
 _CHECK_SECONDS: Final = 0.02
 _AT_ONCE: Final = 64
 _LOGGED: Final = 100
@@ -47,8 +47,11 @@ class WakeableSocket:
     """A socket whose wait another thread can end."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self._socket, self._lock = socket, threading.Lock()
-        self._event, self._closed = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), False
+        self._socket = socket
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(
+            self, os.close, self._event
+        )  # `wake` holds it: no other file gets its number before.
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self._event, zmq.POLLIN)
@@ -61,17 +64,8 @@ class WakeableSocket:
         return self._socket in ready
 
     def wake(self) -> None:
-        """End the wait. Any thread may call it, also after `close`."""
-        with self._lock:
-            if not self._closed:
-                os.eventfd_write(self._event, 1)
-
-    def close(self) -> None:
-        """Free the descriptor of `wake`, not the socket."""
-        with self._lock:
-            if not self._closed:
-                os.close(self._event)
-                self._closed = True
+        """End the wait. Any thread may call it."""
+        os.eventfd_write(self._event, 1)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -83,18 +77,15 @@ class Subscriber:
     member: int  # 1 if it takes part in the weight group; 0 if it pulls
     pid: int
     started: int  # process_status.started of a member on this host; 0 elsewhere, where silence decides
+    manifest: int  # CRC-32 of the manifest that it has or was sent
     heard: float
     held: int = -1
-    reading: int = -1  # Version that a puller was offered and does not have yet; -1: none
+    reading: int = -1  # Version that a puller was offered and has not asked after; -1: none
     offered_at: float = 0.0
-    parked_at: float | None = None  # Time of the question that waits for an answer
     seconds: float = 0.0  # From a puller's last offer to its next question
-    ready: int = 0  # Epoch that a member accepted last
-    took: tuple[int, int] = (0, -1)  # Epoch and version of a member's last receipt
-    broken: tuple[int, str] = (0, "")  # Epoch that failed on a member, and why
+    answer: tuple[int, int, str] = (0, -1, "")  # Epoch, version received, problem: a member's last answer
     behind: bool = False  # Left out of the group until it is heard again
     stopped_since: float | None = None
-    gone: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +104,10 @@ class WeightServer:
 
     def __init__(self, path: Path, buffers: DoubleBuffer, settings: ServerSettings) -> None:
         self._buffers, self._settings = buffers, settings
-        # Guards `subscribers` and `refused`; notified after every turn in which something happened.
+        # Guards `subscribers` and `failed`; notified after every turn in which something happened.
         self.changed = threading.Condition()
         self.subscribers: dict[bytes, Subscriber] = {}
-        self.refused: dict[str, str] = {}  # Name of a receiver whose policy differs -> why
+        self.failed: dict[str, str] = {}  # Name of a receiver that left after a failure -> its error
         self.sent_bytes = 0
         self.closing = False
         self._events: deque[str] = deque(maxlen=1000)
@@ -141,11 +132,6 @@ class WeightServer:
         self._wakeable = WakeableSocket(self._socket)
         self.wake = self._wakeable.wake
         self.copies = HostVersions(buffers, self.wake)
-        self._handlers: dict[str, Callable[[Subscriber, WeightMessage], None]] = {
-            "manifest": self._on_manifest,
-            "bytes": self._on_bytes,
-            **dict.fromkeys(("ready", "took", "broken", "refuse", "leave"), self._on_answer),
-        }
 
     # --- the learner's thread ---
 
@@ -164,8 +150,8 @@ class WeightServer:
 
     def turn(self, seconds: float) -> None:
         """Handle messages for at most `seconds`, and forget receivers that are gone."""
-        with self.changed:
-            self._answer_parked()  # A version may have been promoted since the last turn.
+        for each in self.subscribers.values():  # A version may have been promoted since the last turn.
+            self._offer(each)
         came = self._wakeable.wait(seconds)
         with self.changed:
             for _ in range(_AT_ONCE if came else 0):
@@ -175,7 +161,6 @@ class WeightServer:
                     break
                 self._guard.note(peer)
                 self._handle(peer.bytes, [frame.buffer for frame in frames])
-            self._answer_parked()
             if (now := time.monotonic()) - self._checked_at > _CHECK_SECONDS:
                 self._checked_at = now
                 self._check_receivers(now)
@@ -184,7 +169,7 @@ class WeightServer:
             self.changed.notify_all()
 
     def send(self, peer: bytes, kind: str, payload: Buffer | None = None, **fields: Any) -> bool:
-        """Send without waiting; False if the receiver takes nothing now: it will ask again."""
+        """Send without waiting; False if the receiver takes nothing now."""
         try:
             self._socket.send_multipart([peer, *encode(kind, payload, **fields)], zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -194,6 +179,12 @@ class WeightServer:
                 raise
             return False
         return True
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Announce an epoch to all members, also to those left behind: it ends their part of the last one."""
+        for each in self.subscribers.values():
+            if each.member and self._send_layout(each):
+                self.send(each.peer, "group", epoch=epoch)
 
     def close(self) -> None:
         """Announce that no version will follow, and close."""
@@ -205,14 +196,13 @@ class WeightServer:
             while time.monotonic() - began < (GOODBYE if self.subscribers else LAST_CALL):
                 self.turn(_CHECK_SECONDS)
         finally:
-            self._wakeable.close()
             self._opened.close()
             self._socket.close(LINGER_MS)
             self._context.destroy(linger=LINGER_MS)
 
     def leave_behind(self, member: Subscriber) -> None:
         """Go on without a member until it is heard again."""
-        if not member.behind and not member.gone:
+        if member in self.members():
             member.behind = True
             self._log_event(member, LEFT_BEHIND)
 
@@ -220,7 +210,7 @@ class WeightServer:
         subscriber = self.subscribers.get(peer)
         try:
             message = decode(frames)
-            if message.kind != "newest" and message.kind not in self._handlers:
+            if message.kind not in _TAKEN:
                 raise WireError(f"the learner does not take {message.kind!r}.")
         except WireError as error:
             self._count_error(str(error))
@@ -232,10 +222,17 @@ class WeightServer:
             self.send(peer, "closed")
         elif message.kind == "newest":
             self._on_newest(peer, message)
-        elif subscriber is not None:
-            self._handlers[message.kind](subscriber, message)
-        elif message.kind in ("bytes", "manifest"):
-            self.send(peer, "gone", version=message.fields.get("version", -1))
+        elif subscriber is None:
+            if message.kind == "bytes":
+                self.send(peer, "gone", version=message["version"])
+        elif message.kind == "bytes":
+            self._on_bytes(subscriber, message)
+        elif message.kind == "answer":
+            subscriber.answer = message["epoch"], message["version"], message["problem"]
+        else:
+            if message["reason"]:
+                self.failed[subscriber.name] = message["reason"]
+            self._forget(subscriber, "left")
 
     def _count_error(self, why: str) -> None:
         waits.count(waits.WRONG_ENTRIES)
@@ -244,7 +241,6 @@ class WeightServer:
             _log.warning("refused a message about weights: %s", why)
 
     def _on_newest(self, peer: bytes, message: WeightMessage) -> None:
-        """Register a receiver, or record that it is there; the answer follows in `_answer_parked`."""
         name, identity = message["name"], self._settings.identity
         if not name.isprintable() or not 0 < len(name) <= MOST_LETTERS:
             self.send(peer, "refused", reason=f"a name has 1 to {MOST_LETTERS} letters that can be printed.")
@@ -257,18 +253,19 @@ class WeightServer:
             self.send(peer, "refused", reason=TWIN.format(repr(name)))
         else:
             subscriber = self.subscribers.get(peer) or self._register(peer, message)
-            now = time.monotonic()
             if subscriber.behind:
                 subscriber.behind = False
                 self._log_event(subscriber, "joined")
-            if subscriber.reading >= 0 and message["held"] >= subscriber.reading:
-                subscriber.seconds, subscriber.reading = now - subscriber.offered_at, -1
-            subscriber.parked_at = now
+            if 0 <= subscriber.reading <= message["held"]:
+                subscriber.seconds = time.monotonic() - subscriber.offered_at
+            subscriber.reading = -1
             if not subscriber.member:  # A member's receipts count, once all have sent theirs.
                 subscriber.held = message["held"]
+            if not self._offer(subscriber):
+                self.send(peer, "unchanged")
 
     def _register(self, peer: bytes, message: WeightMessage) -> Subscriber:
-        about = {name: message[name] for name in ("name", "member", "pid", "started")}
+        about = {name: message[name] for name in ("name", "member", "pid", "started", "manifest")}
         new = Subscriber(peer=peer, heard=time.monotonic(), **about)
         # A name that registers again is an actor that was respawned: its former self is gone.
         for former in list(self.subscribers.values()):
@@ -276,47 +273,40 @@ class WeightServer:
                 self._replaced.add(former.peer)
                 self.send(former.peer, "refused", reason=TWIN.format(repr(former.name)))
                 self._forget(former, "was replaced")
-        self.refused.pop(new.name, None)
+        self.failed.pop(new.name, None)
         self.subscribers[peer] = new
         self._log_event(new, "joined")
         return new
 
-    def _answer_parked(self) -> None:
-        now = time.monotonic()
-        for each in self.subscribers.values():
-            if each.parked_at is None:
-                continue
-            if not each.member and self._buffers.sending > each.held and self._offer(each, now):
-                continue
-            if now - each.parked_at >= PARKED:
-                each.parked_at = None
-                self.send(each.peer, "unchanged")
-
-    def _offer(self, puller: Subscriber, now: float) -> bool:
-        """Offer the newest copy; False if there is none that is newer."""
-        copy = self.copies.newest({other.reading for other in self.subscribers.values()})
-        if copy is None or copy.version <= puller.held:
-            return False
-        puller.reading, puller.offered_at, puller.parked_at = copy.version, now, None
-        about: dict[str, Any] = {"version": copy.version, "checksum": copy.checksum}
-        self.send(puller.peer, "offer", manifest=self.manifest_sum, **about)
+    def _send_layout(self, to: Subscriber) -> bool:
+        # True if the receiver has the learner's manifest, or was sent it before whatever follows.
+        manifest = self._buffers.manifest
+        assert manifest is not None  # Of a version that was packed.
+        if to.manifest != self._manifest_sum:
+            if not self.send(to.peer, "layout", manifest.to_json().encode()[:MAX_PAYLOAD]):
+                return False
+            to.manifest = self._manifest_sum
         return True
 
     @cached_property
-    def manifest_sum(self) -> int:
-        """CRC-32 of the manifest."""
+    def _manifest_sum(self) -> int:
         assert self._buffers.manifest is not None
         return self._buffers.manifest.checksum
 
-    def _on_manifest(self, subscriber: Subscriber, message: WeightMessage) -> None:
-        if (manifest := self._buffers.manifest) is None:
-            self.send(subscriber.peer, "gone", version=-1)
-        else:
-            self.send(subscriber.peer, "layout", manifest.to_json().encode()[:MAX_PAYLOAD])
+    def _offer(self, puller: Subscriber) -> bool:
+        # True if a newer version than the held one is offered now.
+        if puller.member or puller.reading >= 0 or self._buffers.sending <= puller.held:
+            return False
+        copy = self.copies.newest({other.reading for other in self.subscribers.values()})
+        if copy is None or copy.version <= puller.held or not self._send_layout(puller):
+            return False
+        if self.send(puller.peer, "offer", version=copy.version, checksum=copy.checksum):
+            puller.reading, puller.offered_at = copy.version, time.monotonic()
+        return puller.reading >= 0
 
     def _on_bytes(self, puller: Subscriber, message: WeightMessage) -> None:
         version, buffer, offset, length = (message[x] for x in ("version", "buffer", "offset", "length"))
-        copy, peer = self.copies.get(version), puller.peer
+        copy, peer = self.copies.by_number.get(version), puller.peer
         if copy is None or puller.reading != version:
             self.send(peer, "gone", version=version)
         elif not 0 <= buffer < len(copy.buffers) or not 0 < length <= CHUNK:
@@ -327,18 +317,6 @@ class WeightServer:
             piece = copy.buffers[buffer][offset : offset + length]
             if self.send(peer, "chunk", piece, version=version, buffer=buffer, offset=offset):
                 self.sent_bytes += length
-
-    def _on_answer(self, receiver: Subscriber, message: WeightMessage) -> None:
-        if message.kind == "ready":
-            receiver.ready = message["epoch"]
-        elif message.kind == "took":
-            receiver.took = message["epoch"], message["version"]
-        elif message.kind == "broken":
-            receiver.broken = message["epoch"], f"{receiver.name}: {message['reason']}"
-        elif message.kind == "refuse":
-            self.refused[receiver.name] = message["reason"]
-        else:
-            self._forget(receiver, "left")
 
     def _check_receivers(self, now: float) -> None:
         silent = f"was not heard of for {self._settings.silence:g} s"
@@ -356,16 +334,12 @@ class WeightServer:
                 each.stopped_since = None
 
     def _forget(self, subscriber: Subscriber, why: str) -> None:
-        subscriber.gone = True
         if self.subscribers.pop(subscriber.peer, None) is not None and not subscriber.behind:
             self._log_event(subscriber, why)
 
     def _log_event(self, subscriber: Subscriber, what: str) -> None:
-        if subscriber.started:
-            return
-        kind = "other host" if subscriber.member else "joined actor"
-        elsewhere = [each for each in self.subscribers.values() if not each.started and not each.behind]
-        same = [each for each in elsewhere if each.member == subscriber.member]
-        self._events.append(
-            f"{subscriber.name} {what} ({len(same)} {kind}{'' if len(same) == 1 else 's'} now)"
-        )
+        if not subscriber.started:
+            kind = "other host" if subscriber.member else "joined actor"
+            there = [each for each in self.subscribers.values() if not each.started and not each.behind]
+            count = sum(each.member == subscriber.member for each in there)
+            self._events.append(f"{subscriber.name} {what} ({count} {kind}{'' if count == 1 else 's'} now)")

@@ -22,6 +22,7 @@ from asyncrl.observability import metrics_system as m
 from asyncrl.policies.interface import ActResult, SamplingParams
 from asyncrl.records import StartState
 from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
+from asyncrl.weights.interface import WholeTensors
 from asyncrl.weights.transports.in_process import build_in_process
 from asyncrl.worlds.start_states import StartStateStream
 from support.failing_models import GROUP, IMAGE, RowState, config, start
@@ -94,7 +95,7 @@ def actor_on(folder: Path, policy: torch.device, world: torch.device, *, stages:
     models: Any = Integers(policy, world, cycles)
     replay = open_run_replay(folder, config())
     publisher, receiver = build_in_process()
-    publisher.publish(models.acting_tensors(), 0)
+    publisher.publish(WholeTensors(models.acting_tensors()), 0)
     settings = ActorSettings(slots=8, pipeline_stages=stages, max_decisions=3)
     imagination = WorldBackend(
         models,
@@ -160,7 +161,7 @@ def test_weights_that_change_between_launches_are_those_of_the_later_one(tmp_pat
     actor, _, replay = actor_on(tmp_path, gpu, gpu, stages=2, cycles=CYCLES)
     actor.step(0.0)
     publisher, actor.receiver = build_in_process()
-    publisher.publish({"weight": torch.full((1,), -100.0, device=gpu)}, 5)
+    publisher.publish(WholeTensors({"weight": torch.full((1,), -100.0, device=gpu)}), 5)
     actor.step(0.0)
     actor.step(0.0)
     first, second = (actor.slots.episode(index).decisions[0] for index in (0, 4))

@@ -32,6 +32,7 @@ from asyncrl.seeds import episode_seed, noise_seed, sampling_seed
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import SimStart, SimulatorSpec, random_start
 from asyncrl.simulators.pool import SimulatorPool, SlotAnswer
+from asyncrl.weights.interface import WholeTensors
 from asyncrl.weights.transports.in_process import build_in_process
 from support.replay import next_batch
 from support.simulated import COUNTING, TASKS
@@ -416,7 +417,7 @@ def run_of(
     )
     replay = open_run_replay(folder, config)
     publisher, receiver = build_in_process()
-    publisher.publish(play.policy.acting_tensors(), 0)
+    publisher.publish(WholeTensors(play.policy.acting_tensors()), 0)
     settings = ActorSettings(slots=slots, pipeline_stages=2 if stages == 2 else 1, max_decisions=100)
     run = SimpleNamespace(replay=replay)
     run.learner = InProcessLearnerPort(replay, imagine=lambda: run.actor.step(0.0))

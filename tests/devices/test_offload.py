@@ -25,6 +25,7 @@ from asyncrl.launch.build import learner_offload
 from asyncrl.launch.environment import actor_offload
 from asyncrl.observability import metrics_system as m
 from asyncrl.records import Episode
+from asyncrl.weights.interface import WholeTensors
 from asyncrl.weights.transports.in_process import build_in_process
 from support.memory_learner import Run
 from support.replay import next_batch
@@ -248,7 +249,7 @@ def two_versions(models: WorldBackend, folder: Path, *, offload: bool) -> list[E
     original = {name: tensor.clone() for name, tensor in models.policy.trainable_tensors().items()}
     actor, replay, learner = actor_with(models, folder, slots=GROUP)
     publisher, actor.receiver = build_in_process()
-    publisher.publish(original, 0)
+    publisher.publish(WholeTensors(original), 0)
     while not replay.state.limiter.ready:
         actor.step(0.0)
     (first,) = next_batch(learner, groups=1, version=0, timeout=0.0)
@@ -256,7 +257,7 @@ def two_versions(models: WorldBackend, folder: Path, *, offload: bool) -> list[E
     if offloaded is not None:
         idle_until_offloaded(actor, offloaded)
         assert offloaded.bytes > 1_000_000
-    publisher.publish({name: 1.5 * tensor for name, tensor in original.items()}, 1)
+    publisher.publish(WholeTensors({name: 1.5 * tensor for name, tensor in original.items()}), 1)
     assert not actor.step(0.0)
     assert actor.version == 1
     if offloaded is not None:

@@ -18,10 +18,10 @@ from asyncrl.launch.placement import RELAYED
 from asyncrl.messaging.keys import create_keys
 from asyncrl.observability import metrics_system as m
 from asyncrl.storage import run_owner
-from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
-from asyncrl.weights.receiver import build_receiver
+from asyncrl.weights.publisher import BroadcastPublisher
+from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.server import ServerSettings
-from support.weights import PATIENCE, channel_folder, policy, raw, swap_until
+from support.weights import PATIENCE, channel_folder, policy, raw, source, swap_until
 
 HOSTS = Hosts(names=("node-1", "node-2"), first_ranks=(0, 1), size=3, addresses=("", ""))
 JOB = Job(rank=1, size=3, local_rank=0, local_size=2)
@@ -40,7 +40,7 @@ def learner(tmp_path: Path) -> Iterator[tuple[BroadcastPublisher, RunInfo]]:
         identity=identity,
     )
     with channel_folder() as folder:
-        publisher = build_publisher("shared_memory", folder, deadline=5.0, settings=settings)
+        publisher = BroadcastPublisher("shared_memory", folder, deadline=5.0, settings=settings)
         yield (
             publisher,
             RunInfo(
@@ -70,10 +70,10 @@ def test_one_of_a_host_fetches_and_all_its_actors_get_every_bit(
     assert private.stat().st_mode & 0o077 == 0
     identity = info.identity
     receivers = [
-        build_receiver(RELAYED, where, name, policy(0), identity=identity) for name in ("actor-1", "actor-2")
+        WeightReceiver(RELAYED, where, name, policy(0), identity=identity) for name in ("actor-1", "actor-2")
     ]
     for version in range(3):
-        publisher.publish(policy(version + 10), version)
+        publisher.publish(source(version + 10), version)
         for receiver in receivers:
             tensors = policy(0)
             assert swap_until(receiver, tensors, version) == version

@@ -28,6 +28,7 @@ from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.interface import ActorPort
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.state import COUNTERS
+from asyncrl.weights.interface import WholeTensors
 from asyncrl.weights.transports.in_process import build_in_process
 from asyncrl.worlds.start_states import StartStateStream, start_state_at
 from support.replay import next_batch
@@ -177,7 +178,7 @@ def actor_of(
 ) -> Actor:
     models: Any = RowModels(poisoned)
     publisher, receiver = build_in_process()
-    publisher.publish(models.acting_tensors(), 0)
+    publisher.publish(WholeTensors(models.acting_tensors()), 0)
     settings = ActorSettings(slots=slots, pipeline_stages=stages, max_decisions=3)
     rule = EndRule(max_decisions=3, threshold=threshold)
     imagination = WorldBackend(models, models, models, SamplingParams(temperature=1.0), rule=rule)

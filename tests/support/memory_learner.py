@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
@@ -23,6 +24,7 @@ from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
 from asyncrl.replay.interface import BatchDescription
 from asyncrl.storage.checkpoint import Checkpoints
+from asyncrl.weights.interface import WeightSource, WholeTensors
 from support.replay import Clock
 from support.table_policy import TablePolicy, groups_of
 
@@ -113,9 +115,11 @@ class MemoryPublisher:
         self.published: dict[int, Tensor] = {}
         self.broken = False
 
-    def publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
+    def publish(self, weights: WeightSource, version: int) -> None:
         self.events.append(f"publish {version}")
-        self.published[version] = tensors["logits"].clone()
+        (shape,) = (entry.shape for entry in weights.manifest.entries if entry.name == "logits")
+        self.published[version] = torch.empty(shape)
+        weights.write({"logits": self.published[version]})
 
     def wait_for_first(
         self, version: int, timeout: float, stop_requested: Callable[[], bool] = lambda: False
@@ -175,7 +179,7 @@ class Run:
             ),
             throughput=Throughput(self.policy, ranks or LearnerRanks(), micro_batch=32),
             copy_policy=self.copy_policy,
-            acting_tensors=self.policy.acting_tensors,
+            acting_tensors=lambda: WholeTensors(self.policy.acting_tensors()),
             stop_requested=stop,
             clock=self.clock,
         )

@@ -13,6 +13,7 @@ from asyncrl.launch.roles import open_run_replay
 from asyncrl.records import StartState
 from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.replay import Replay
+from asyncrl.weights.interface import WholeTensors
 from asyncrl.weights.transports.in_process import build_in_process
 from asyncrl.worlds.start_states import StartStateStream
 from support.tiny_models import start_state
@@ -40,7 +41,7 @@ def actor_with(
     replay = open_run_replay(folder, config)
     learner = InProcessLearnerPort(replay)
     publisher, receiver = build_in_process()
-    publisher.publish(models.policy.trainable_tensors(), 0)
+    publisher.publish(WholeTensors(models.policy.trainable_tensors()), 0)
     settings = ActorSettings(slots=slots, pipeline_stages=stages, max_decisions=decisions)
     rule = EndRule(max_decisions=decisions, threshold=1.0)
     where = {"policy_device": models.policy_device, "world_device": models.world_device}

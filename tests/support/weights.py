@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from asyncrl.messaging.sockets import private_folder
-from asyncrl.weights.interface import Receiver
+from asyncrl.weights.interface import Receiver, WholeTensors
 from asyncrl.weights.publisher import BroadcastPublisher
-from asyncrl.weights.receiver import build_receiver
+from asyncrl.weights.receiver import WeightReceiver
 from support.processes import FORKS
 
 SHAPES = {"even": (4, 6), "odd": (5, 3), "one_row": (1, 7), "large": (257, 33), "line": (11,)}
@@ -98,6 +98,11 @@ def policy(seed: int, elements: int = ELEMENTS, device: str = "cpu") -> dict[str
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
+def source(seed: int, elements: int = ELEMENTS, device: str = "cpu") -> WholeTensors:
+    """What a learner publishes."""
+    return WholeTensors(policy(seed, elements, device))
+
+
 def actor(pipe: Connection) -> None:
     """Do what the test orders: join a channel (a tuple), wait for a version, leave."""
     torch.set_num_threads(1)
@@ -106,7 +111,7 @@ def actor(pipe: Connection) -> None:
         if isinstance(order, tuple):
             transport, endpoint, name, device, deadline = order
             tensors = policy(0, device=device)
-            receiver = build_receiver(transport, endpoint, name, tensors, device=device, deadline=deadline)
+            receiver = WeightReceiver(transport, endpoint, name, tensors, device=device, deadline=deadline)
             pipe.send("joined")
         elif order == "leave":
             receiver.close()
@@ -116,9 +121,9 @@ def actor(pipe: Connection) -> None:
 
 
 def timed_publish(publisher: BroadcastPublisher, version: int, device: str = "cpu") -> float:
-    tensors = policy(version, device=device)
+    weights = source(version, device=device)
     begun = time.monotonic()
-    publisher.publish(tensors, version)
+    publisher.publish(weights, version)
     return time.monotonic() - begun
 
 

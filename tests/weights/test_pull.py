@@ -22,22 +22,20 @@ from asyncrl.observability import metrics_system as m
 from asyncrl.weights import receiver as pulling
 from asyncrl.weights import server
 from asyncrl.weights.buffers import DoubleBuffer
-from asyncrl.weights.interface import PULL, as_weight_source
-from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
-from asyncrl.weights.receiver import WeightReceiver, build_receiver
+from asyncrl.weights.interface import PULL
+from asyncrl.weights.publisher import BroadcastPublisher
+from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.server import ServerSettings
-from support.sockets import connect_dealer
-from support.weights import PATIENCE, channel_folder, policy, raw, swap_until, wait_for_all
+from support.weights import PATIENCE, channel_folder, policy, raw, source, swap_until, wait_for_all
 
 LOOPBACK = "tcp://127.0.0.1:0"
-PULLER = {"held": -1, "member": 0, "pid": 0, "started": 0, "secret": "", "attempt": 0}
 
 
 @contextmanager
 def opened(security: Any = None, silence: float = 30.0) -> Iterator[tuple[BroadcastPublisher, str]]:
     settings = ServerSettings(listen=LOOPBACK, security=security, silence=silence)
     with channel_folder() as folder:
-        channel = build_publisher("shared_memory", folder, deadline=1.0, settings=settings)
+        channel = BroadcastPublisher("shared_memory", folder, deadline=1.0, settings=settings)
         try:
             yield channel, channel.pull_endpoint
         finally:
@@ -54,7 +52,7 @@ def channel() -> Iterator[tuple[BroadcastPublisher, str]]:
 def receiving(
     endpoint: str, name: str = "far", elements: int = 1_000_000, **more: Any
 ) -> Iterator[WeightReceiver]:
-    receiver = build_receiver(PULL, endpoint, name, policy(0, elements), **more)
+    receiver = WeightReceiver(PULL, endpoint, name, policy(0, elements), **more)
     try:
         yield receiver
     finally:
@@ -69,13 +67,13 @@ def test_versions_arrive_bit_exact_and_the_learner_counts_the_actors(
     tensors = policy(0)
     assert 4 * tensors["body"].numel() > 3 * CHUNK
     with receiving(endpoint, "far") as one, receiving(endpoint, "further") as two:
-        publisher.publish(policy(10), 0)
+        publisher.publish(source(10), 0)
         wait_for_all(publisher, 0, 2)
         assert one.wait_for_first(PATIENCE) == two.wait_for_first(PATIENCE) == 0
         assert one.swap_into(tensors) == 0
         assert raw(tensors) == raw(policy(10))
         for version in range(1, 6):
-            publisher.publish(policy(version), version)
+            publisher.publish(source(version), version)
             for receiver in (one, two):
                 assert swap_until(receiver, tensors, version) == version
                 assert raw(tensors) == raw(policy(version))
@@ -88,7 +86,7 @@ def test_versions_arrive_bit_exact_and_the_learner_counts_the_actors(
     told = until_told(publisher, 4)
     assert all(part in line for part, line in zip(expected, told, strict=True)), told
     assert publisher.status()[m.WEIGHTS_JOINED] == 0
-    assert publisher.server.copies.versions == [], "without actors there is no copy of a version"
+    assert publisher.server.copies.by_number == {}, "without actors there is no copy of a version"
 
 
 def until_told(publisher: BroadcastPublisher, lines: int) -> list[str]:
@@ -101,20 +99,20 @@ def until_told(publisher: BroadcastPublisher, lines: int) -> list[str]:
 
 def test_without_a_puller_nothing_is_copied(channel: tuple[BroadcastPublisher, str]) -> None:
     publisher, _ = channel
-    publisher.publish(policy(0), 0)
-    publisher.publish(policy(1), 1)
+    publisher.publish(source(0), 0)
+    publisher.publish(source(1), 1)
     time.sleep(0.2)
-    assert publisher.server.copies.versions == []
+    assert publisher.server.copies.by_number == {}
 
 
 def test_what_is_held_is_neither_replaced_nor_overwritten() -> None:
     outbox = DoubleBuffer(torch.device("cpu"))
-    outbox.pack(as_weight_source(policy(0)), 0)
+    outbox.pack(source(0), 0)
     assert outbox.promote().version == outbox.sending == 0
     with outbox.holding() as held:
         before = [buffer.clone() for buffer in outbox.buffer_pair[held.buffer_index]]
         for version in (1, 2):
-            outbox.pack(as_weight_source(policy(version)), version)
+            outbox.pack(source(version), version)
             assert outbox.promote().version == 0
         for kept, now in zip(before, outbox.buffer_pair[held.buffer_index], strict=True):
             assert torch.equal(kept, now)
@@ -137,12 +135,12 @@ def test_a_version_replaced_while_it_is_fetched_arrives_whole_and_the_newer_one_
 
     monkeypatch.setattr(pulling, "IN_FLIGHT", 1)
     monkeypatch.setattr(WeightReceiver, "_request_piece", slowly)
-    publisher.publish(policy(0), 0)
+    publisher.publish(source(0), 0)
     with receiving(endpoint) as receiver:
         assert half.wait(PATIENCE)
         for version in range(1, 8):  # More than there are buffers: the learner never waits.
             began = time.monotonic()
-            publisher.publish(policy(version), version)
+            publisher.publish(source(version), version)
             assert time.monotonic() - began < 0.5
             time.sleep(0.05)
         go_on.set()
@@ -163,7 +161,7 @@ def test_a_version_that_is_gone_is_begun_again_with_the_newest(
         return genuine(self, version - (forgot[0] == 2), piece)
 
     monkeypatch.setattr(WeightReceiver, "_request_piece", forget)
-    publisher.publish(policy(3), 3)
+    publisher.publish(source(3), 3)
     with receiving(endpoint) as receiver:
         monkeypatch.setattr(pulling, "ASK_AGAIN", 0.3)
         tensors = policy(0)
@@ -196,7 +194,7 @@ def test_damaged_pieces_are_noticed_and_fetched_again(
 ) -> None:
     publisher, endpoint = channel
     damaged = damaging(monkeypatch, 1, place)
-    publisher.publish(policy(1), 1)
+    publisher.publish(source(1), 1)
     with receiving(endpoint) as receiver:
         tensors = policy(0)
         assert swap_until(receiver, tensors, 1) == 1
@@ -210,7 +208,7 @@ def test_a_network_that_always_damages_ends_the_actor(
 ) -> None:
     publisher, endpoint = channel
     damaging(monkeypatch, 10_000, place)
-    publisher.publish(policy(1), 1)
+    publisher.publish(source(1), 1)
     with receiving(endpoint) as receiver, pytest.raises(WeightSyncError, match=r"damaged weights .* 3 times"):
         receiver.wait_for_first(PATIENCE)
 
@@ -219,7 +217,7 @@ def test_an_actor_that_leaves_with_a_full_queue_is_still_heard(
     channel: tuple[BroadcastPublisher, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher, endpoint = channel
-    publisher.publish(policy(0), 0)
+    publisher.publish(source(0), 0)
     monkeypatch.setattr(WeightReceiver, "_listen", insatiable(WeightReceiver._listen))
     with receiving(endpoint):
         assert "joined" in until_told(publisher, 1)[0]
@@ -240,15 +238,15 @@ def insatiable(genuine: Any) -> Any:
 def test_an_actor_that_vanished_is_found_out_and_one_that_comes_back_is_welcome(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pulling, "ASK_AGAIN", 0.5)
+    monkeypatch.setattr(pulling, "HEARTBEAT", 0.2)
     with opened(silence=1.5) as (publisher, endpoint), receiving(endpoint) as receiver:
-        publisher.publish(policy(0), 0)
+        publisher.publish(source(0), 0)
         assert receiver.wait_for_first(PATIENCE) == 0
         publisher.wait_for_first(0, PATIENCE)
         for puller in publisher.server.subscribers.values():
             puller.heard -= 10.0
         assert "was not heard of for 1.5 s (0" in until_told(publisher, 2)[1]
-        publisher.publish(policy(1), 1)
+        publisher.publish(source(1), 1)
         tensors = policy(0)
         assert swap_until(receiver, tensors, 1) == 1
         assert "joined (1" in until_told(publisher, 1)[0]
@@ -264,7 +262,7 @@ def test_listed_keys_are_admitted_and_all_else_is_told(keys: Path) -> None:
     public, secret = zmq.curve_keypair()
     mine = load_client_keys(keys, "far")
     with opened(load_server_keys(keys)) as (publisher, endpoint):
-        publisher.publish(policy(1, elements=10), 0)
+        publisher.publish(source(1, elements=10), 0)
         with receiving(endpoint, elements=10, security=mine) as receiver:
             assert receiver.wait_for_first(PATIENCE) == 0
         wrong = [
@@ -282,32 +280,7 @@ def test_the_server_beyond_loopback_needs_keys() -> None:
     for listen in ("tcp://10.0.0.5:0", "tcp://0.0.0.0:0", "tcp://*:5"):
         settings = ServerSettings(listen=listen)
         with channel_folder() as folder, pytest.raises(ConfigError, match="neither is set"):
-            build_publisher("shared_memory", folder, settings=settings)
-
-
-def test_senseless_requests_are_refused_and_survived(channel: tuple[BroadcastPublisher, str]) -> None:
-    publisher, endpoint = channel
-    publisher.publish(policy(0, elements=10), 0)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    stranger = connect_dealer(context, endpoint, b"stranger")
-
-    def ask(frames: list[Buffer]) -> str:
-        stranger.send_multipart(frames)
-        assert stranger.poll(5000)
-        return decode(stranger.recv_multipart()).kind
-
-    piece: dict[str, Any] = {"version": 0, "buffer": 0, "offset": 0, "length": 8}
-    assert ask([b"garbage!!"]) == "refused"
-    assert ask(encode("unchanged")) == "refused"
-    assert ask(encode("bytes", **piece)) == "gone", "it never asked what is newest"
-    assert ask(encode("newest", name="\x1b[2J", **PULLER)) == "refused"
-    assert ask(encode("newest", name="far", **PULLER)) == "offer"
-    assert ask(encode("bytes", **piece)) == "chunk"
-    for change in ({"buffer": 9}, {"buffer": -1}, {"offset": 10**9}, {"offset": -1}, {"length": 0}):
-        assert ask(encode("bytes", None, **(piece | change))) == "refused"
-    assert ask(encode("bytes", None, **(piece | {"length": 2**40}))) == "refused"
-    publisher.publish(policy(1, elements=10), 1)
-    context.destroy(linger=0)
+            BroadcastPublisher("shared_memory", folder, settings=settings)
 
 
 def test_a_message_that_breaks_the_format_is_a_wire_error() -> None:

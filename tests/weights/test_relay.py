@@ -15,12 +15,12 @@ import torch
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_system as m
 from asyncrl.weights.interface import PULL
-from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
-from asyncrl.weights.receiver import Relay, build_receiver
+from asyncrl.weights.publisher import BroadcastPublisher
+from asyncrl.weights.receiver import Relay, WeightReceiver
 from asyncrl.weights.server import ServerSettings
 from support.gloo_transport import GLOO
 from support.processes import FORKS
-from support.weights import PATIENCE, channel_folder, policy, raw, swap_until, wait_for_all
+from support.weights import PATIENCE, channel_folder, policy, raw, source, swap_until, wait_for_all
 
 HERE = "127.0.0.1"
 DEADLINE = 3.0
@@ -30,7 +30,7 @@ SILENCE = 1.5
 def host(pipe: Connection, endpoint: str, name: str, transport: str, device: str) -> None:
     """Another host's process: takes part, and answers an order (a version) with version and bytes it has."""
     torch.set_num_threads(1)
-    receiver = build_receiver(transport, endpoint, name, None, device, DEADLINE)
+    receiver = WeightReceiver(transport, endpoint, name, None, device, DEADLINE)
     held: list[tuple[int, dict[str, bytes]]] = [(-1, {})]
     while (order := pipe.recv()) is not None:
         until = time.monotonic() + PATIENCE
@@ -72,7 +72,7 @@ def opened(transport: str = GLOO, device: str = "cpu") -> Iterator[BroadcastPubl
     """A learner whose weight group spans hosts."""
     settings = ServerSettings(listen=f"tcp://{HERE}:0", silence=SILENCE, store_address=HERE)
     with channel_folder() as folder:
-        publisher = build_publisher(transport, folder, device, DEADLINE, settings)
+        publisher = BroadcastPublisher(transport, folder, device, DEADLINE, settings)
         try:
             yield publisher
         finally:
@@ -107,15 +107,15 @@ def test_every_host_gets_every_bit_and_one_that_is_killed_halted_or_comes_back_h
     hosts: list[Host],
 ) -> None:
     with opened() as publisher:
-        publisher.publish(policy(0), 0)
-        near = build_receiver(GLOO, publisher.endpoint, "actor-0", policy(0), deadline=DEADLINE)
+        publisher.publish(source(0), 0)
+        near = WeightReceiver(GLOO, publisher.endpoint, "actor-0", policy(0), deadline=DEADLINE)
         hosts += [Host(publisher.pull_endpoint, f"node-{number}") for number in (2, 3)]
         for one in hosts:
             check(one.has(0), 0)
         wait_for_all(publisher, 0, 3)
         hosts[0].signal(signal.SIGSTOP)  # As one whose network is cut: its connections stay, nothing comes.
         begun = time.monotonic()
-        publisher.publish(policy(1), 1)
+        publisher.publish(source(1), 1)
         assert time.monotonic() - begun < 0.5, "the learner waits for nobody"
         check(hosts[1].has(1), 1)
         assert swap_until(near, policy(0), 1) == 1
@@ -126,11 +126,11 @@ def test_every_host_gets_every_bit_and_one_that_is_killed_halted_or_comes_back_h
         check(hosts[0].has(1), 1)
         until(publisher, {"actor-0", "node-2", "node-3"}, 1)
         hosts[1].end()
-        publisher.publish(policy(2), 2)
+        publisher.publish(source(2), 2)
         check(hosts[0].has(2), 2)
         hosts[1] = Host(publisher.pull_endpoint, "node-3")
         check(hosts[1].has(2), 2)
-        publisher.publish(policy(3), 3)
+        publisher.publish(source(3), 3)
         for one in hosts:
             check(one.has(3), 3)
         until(publisher, {"actor-0", "node-2", "node-3"}, 3)
@@ -143,12 +143,12 @@ def test_every_host_gets_every_bit_and_one_that_is_killed_halted_or_comes_back_h
 @pytest.mark.parametrize("transport", [GLOO, PULL], ids=["broadcast", "pull"])
 def test_a_relay_hands_every_bit_on_and_ends_its_actors_with_the_run(transport: str) -> None:
     with channel_folder() as folder, opened() as publisher:
-        receiver = build_receiver(transport, publisher.pull_endpoint, "node-2", None, deadline=DEADLINE)
-        inside = build_publisher("shared_memory", folder, deadline=DEADLINE)
+        receiver = WeightReceiver(transport, publisher.pull_endpoint, "node-2", None, deadline=DEADLINE)
+        inside = BroadcastPublisher("shared_memory", folder, deadline=DEADLINE)
         relay = Relay(receiver, inside)
-        actors = [build_receiver("shared_memory", inside.endpoint, n, policy(0)) for n in ("a", "b")]
+        actors = [WeightReceiver("shared_memory", inside.endpoint, n, policy(0)) for n in ("a", "b")]
         for version in range(3):
-            publisher.publish(policy(version + 10), version)
+            publisher.publish(source(version + 10), version)
             for actor in actors:
                 tensors = policy(0)
                 assert swap_until(actor, tensors, version) == version
@@ -166,7 +166,7 @@ def test_an_address_that_is_not_this_hosts_is_named() -> None:
     settings = ServerSettings(store_address="192.0.2.1")
     why = r"--weights\.between-hosts: the learner cannot listen at 192\.0\.2\.1"
     with channel_folder() as folder, pytest.raises(ConfigError, match=why):
-        build_publisher("shared_memory", folder, settings=settings)
+        BroadcastPublisher("shared_memory", folder, settings=settings)
 
 
 @pytest.mark.gpu
@@ -178,12 +178,12 @@ def test_nccl_carries_every_bit_between_hosts_and_goes_on_without_one_that_is_ki
     if torch.cuda.device_count() < 2:
         pytest.skip("NCCL takes one process per GPU, and there is one GPU.")
     with opened("nccl", "cuda:0") as publisher:
-        publisher.publish(policy(0, device="cuda:0"), 0)
+        publisher.publish(source(0, device="cuda:0"), 0)
         hosts.append(Host(publisher.pull_endpoint, "node-2", "nccl", "cuda:1"))
         check(hosts[0].has(0), 0)
         hosts[0].end()
-        publisher.publish(policy(1, device="cuda:0"), 1)
+        publisher.publish(source(1, device="cuda:0"), 1)
         hosts[0] = Host(publisher.pull_endpoint, "node-2", "nccl", "cuda:1")
         check(hosts[0].has(1), 1)
-        publisher.publish(policy(2, device="cuda:0"), 2)
+        publisher.publish(source(2, device="cuda:0"), 2)
         check(hosts[0].has(2), 2)

@@ -18,8 +18,8 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from asyncrl.errors import WeightSyncError
 from asyncrl.weights import packing
 from asyncrl.weights.interface import WholeTensors
-from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
-from asyncrl.weights.receiver import build_receiver
+from asyncrl.weights.publisher import BroadcastPublisher
+from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.transports.shared_memory import SharedMemoryTransport
 from support.processes import FORKS
 from support.weights import PATIENCE, channel_folder, policy, swap_until
@@ -35,7 +35,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def publisher(folder: Path) -> Iterator[BroadcastPublisher]:
-    channel = build_publisher(NAME, folder, deadline=5.0)
+    channel = BroadcastPublisher(NAME, folder, deadline=5.0)
     yield channel
     channel.close()
 
@@ -163,8 +163,8 @@ def test_a_byte_that_changes_after_the_sum_was_made_is_noticed_and_the_actor_doe
         return found
 
     monkeypatch.setattr(packing, "checksum", changed_afterwards)
-    publisher.publish(filled(0), 0)
-    receiver = build_receiver(NAME, publisher.endpoint, "actor-0", filled(0), deadline=5.0)
+    publisher.publish(WholeTensors(filled(0)), 0)
+    receiver = WeightReceiver(NAME, publisher.endpoint, "actor-0", filled(0), deadline=5.0)
     with pytest.raises(WeightSyncError, match=r"actor-0 received version 0 with checksum"):
         receiver.wait_for_first(PATIENCE)
     for _ in range(2):
@@ -190,12 +190,12 @@ class HalfSource(WholeTensors):
 
 def learner(pipe: Connection, folder: Path) -> None:
     """Publish versions 0 and 1, then begin to pack version 2."""
-    channel = build_publisher(NAME, folder, deadline=5.0)
-    channel.publish(filled(0), 0)
+    channel = BroadcastPublisher(NAME, folder, deadline=5.0)
+    channel.publish(WholeTensors(filled(0)), 0)
     pipe.send(channel.endpoint)
     channel.wait_for_first(0, PATIENCE)
     pipe.recv()
-    channel.publish(filled(1), 1)
+    channel.publish(WholeTensors(filled(1)), 1)
     channel.wait_for_first(1, PATIENCE)
     channel.publish(HalfSource(filled(2), pipe), 2)
 
@@ -211,7 +211,7 @@ def test_an_actor_keeps_or_gets_a_whole_version_of_a_learner_killed_in_the_middl
     process.start()
     assert pipe.poll(2 * PATIENCE)
     tensors = filled(99)
-    receiver = build_receiver(NAME, pipe.recv(), "actor-0", tensors, deadline=5.0)
+    receiver = WeightReceiver(NAME, pipe.recv(), "actor-0", tensors, deadline=5.0)
     assert swap_until(receiver, tensors, 0) == 0
     pipe.send("go on")
     if swapped:
@@ -233,7 +233,7 @@ def busy_actor(pipe: Connection, endpoint: str, seconds: float) -> None:
     """Swap, and look at each version; tell which were seen."""
     torch.set_num_threads(1)
     tensors = filled(0, megabytes=8)
-    receiver = build_receiver(NAME, endpoint, "actor-0", tensors, deadline=10.0)
+    receiver = WeightReceiver(NAME, endpoint, "actor-0", tensors, deadline=10.0)
     receiver.wait_for_first(PATIENCE)
     pipe.send("ready")
     seen, until = [], time.monotonic() + seconds
@@ -251,7 +251,7 @@ def test_of_many_versions_in_a_row_none_is_ever_mixed_with_another(publisher: Br
     pipe, theirs = FORKS.Pipe()
     process = FORKS.Process(target=busy_actor, args=(theirs, publisher.endpoint, 4.0), daemon=True)
     process.start()
-    versions = [filled(number, megabytes=8) for number in range(64)]
+    versions = [WholeTensors(filled(number, megabytes=8)) for number in range(64)]
     version = 0
     until = time.monotonic() + 2 * PATIENCE
     publisher.publish(versions[0], 0)
@@ -269,10 +269,10 @@ def test_of_many_versions_in_a_row_none_is_ever_mixed_with_another(publisher: Br
 
 @pytest.mark.gpu
 def test_a_swap_onto_a_gpu_copies_a_whole_version(publisher: BroadcastPublisher) -> None:
-    receiver = build_receiver(NAME, publisher.endpoint, "actor-0", filled(0, megabytes=40), deadline=5.0)
+    receiver = WeightReceiver(NAME, publisher.endpoint, "actor-0", filled(0, megabytes=40), deadline=5.0)
     tensors = {name: tensor.cuda() for name, tensor in filled(99, megabytes=40).items()}
     for version in range(4):
-        publisher.publish(filled(version, megabytes=40), version)
+        publisher.publish(WholeTensors(filled(version, megabytes=40)), version)
         assert swap_until(receiver, tensors, version) == version
         assert number_in(tensors) == version
     receiver.close()

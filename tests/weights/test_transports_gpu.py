@@ -14,7 +14,7 @@ from asyncrl.learner.weight_export import GatheredWeights
 from asyncrl.observability import metrics_system as m
 from asyncrl.weights import packing
 from asyncrl.weights.buffers import BufferedReceiver
-from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
+from asyncrl.weights.publisher import BroadcastPublisher
 from support.ranks import run_ranks
 from support.weights import PATIENCE, TYPES, Actor, channel_folder, policy, raw, timed_publish, wait_for_all
 from support.weights import masters as gathering_masters
@@ -66,7 +66,7 @@ def folder():
 
 @pytest.fixture
 def publisher(transport: str, folder: Path):
-    channel = build_publisher(transport, folder, device="cuda:0", deadline=DEADLINE)
+    channel = BroadcastPublisher(transport, folder, device="cuda:0", deadline=DEADLINE)
     yield channel
     channel.close()
 
@@ -75,7 +75,7 @@ def test_a_killed_actor_on_the_learners_gpu_does_not_stop_those_on_others(folder
     """The group of both kinds becomes one of NCCL only, and again one of both."""
     if GPUS < 2:
         pytest.skip(f"needs 2 GPUs, found {GPUS}")
-    channel = build_publisher("cuda_ipc", folder, device="cuda:0", deadline=DEADLINE)
+    channel = BroadcastPublisher("cuda_ipc", folder, device="cuda:0", deadline=DEADLINE)
     near, far = Actor(), Actor()
     near.join(channel, "near", "cuda_ipc", "cuda:0", DEADLINE)
     far.join(channel, "far", "cuda_ipc", "cuda:1", DEADLINE)
@@ -99,7 +99,7 @@ def test_a_link_over_nccl_ends_at_once_however_long_a_broadcast_may_take(folder:
     if GPUS < 2:
         pytest.skip(f"needs 2 GPUs, found {GPUS}")
     patient = 3 * PATIENCE
-    channel = build_publisher("nccl", folder, device="cuda:0", deadline=patient)
+    channel = BroadcastPublisher("nccl", folder, device="cuda:0", deadline=patient)
     for version in range(2):
         actor = Actor()
         actor.join(channel, "far", "nccl", "cuda:1", patient)

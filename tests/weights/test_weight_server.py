@@ -19,13 +19,12 @@ from asyncrl.messaging.weight_messages import Buffer, decode, encode
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import process_status, waits
 from asyncrl.storage.run_owner import RunIdentity
-from asyncrl.weights import server
-from asyncrl.weights.interface import PULL
-from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
-from asyncrl.weights.receiver import build_receiver
+from asyncrl.weights.interface import PULL, WholeTensors
+from asyncrl.weights.publisher import BroadcastPublisher
+from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.server import ServerSettings
 from support.sockets import connect_dealer
-from support.weights import PATIENCE, channel_folder, policy, raw, swap_until
+from support.weights import PATIENCE, channel_folder, policy, raw, source, swap_until
 
 SMALL = policy(0, elements=10)
 MEMBER: dict[str, Any] = {
@@ -36,6 +35,7 @@ MEMBER: dict[str, Any] = {
     "started": 0,
     "secret": "",
     "attempt": 0,
+    "manifest": 0,
 }
 GARBAGE: list[list[Buffer]] = [
     [b""],
@@ -46,7 +46,7 @@ GARBAGE: list[list[Buffer]] = [
     encode("unchanged"),
     encode("closed"),
     encode("send", epoch=1, version=1, buffer_index=0, checksum=0),
-    [bytes(encode("leave")[0])[:-1]],
+    [bytes(encode("leave", reason="")[0])[:-1]],
 ]
 
 
@@ -76,7 +76,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def publisher(folder: Path) -> Iterator[BroadcastPublisher]:
-    channel = build_publisher("shared_memory", folder, deadline=1.0)
+    channel = BroadcastPublisher("shared_memory", folder, deadline=1.0)
     yield channel
     channel.close()
 
@@ -120,13 +120,13 @@ def stranger(publisher: BroadcastPublisher) -> Iterator[Stranger]:
 
 @pytest.mark.usefixtures("counted")
 def test_garbage_is_counted_and_stops_nobody(publisher: BroadcastPublisher, stranger: Stranger) -> None:
-    publisher.publish(SMALL, 0)
+    publisher.publish(WholeTensors(SMALL), 0)
     for frames in GARBAGE:
         stranger.tell(frames)
         stranger.hears("refused")
-    receiver = build_receiver("shared_memory", publisher.endpoint, "actor-0", SMALL)
+    receiver = WeightReceiver("shared_memory", publisher.endpoint, "actor-0", SMALL)
     assert receiver.wait_for_first(PATIENCE) == 0
-    publisher.publish(policy(1, elements=10), 1)
+    publisher.publish(source(1, elements=10), 1)
     tensors = policy(0, elements=10)
     assert swap_until(receiver, tensors, 1) == 1
     assert raw(tensors) == raw(policy(1, elements=10))
@@ -135,21 +135,47 @@ def test_garbage_is_counted_and_stops_nobody(publisher: BroadcastPublisher, stra
     receiver.close()
 
 
+def test_senseless_requests_are_refused_and_survived(
+    publisher: BroadcastPublisher, stranger: Stranger
+) -> None:
+    publisher.publish(WholeTensors(SMALL), 0)
+    piece: dict[str, Any] = {"version": 0, "buffer": 0, "offset": 0, "length": 8}
+    puller = MEMBER | {"member": 0}
+    asked = [
+        (encode("bytes", **piece), "gone"),  # It never asked what is newest.
+        (encode("newest", **(puller | {"name": "\x1b[2J"})), "refused"),
+        (encode("newest", **puller), "offer"),
+        (encode("bytes", **piece), "chunk"),
+    ]
+    wrong = [
+        {"buffer": 9},
+        {"buffer": -1},
+        {"offset": 10**9},
+        {"offset": -1},
+        {"length": 0},
+        {"length": 2**40},
+    ]
+    for frames, kind in asked + [(encode("bytes", **(piece | change)), "refused") for change in wrong]:
+        stranger.tell(frames)
+        stranger.hears(kind)
+    publisher.publish(source(1, elements=10), 1)
+
+
 @pytest.mark.parametrize("answer", ["nothing", "wrong epoch", "broken"])
 def test_a_member_that_answers_nonsense_costs_an_epoch_at_a_time_and_ends_nobody(
     publisher: BroadcastPublisher, stranger: Stranger, answer: str
 ) -> None:
-    publisher.publish(SMALL, 0)
-    receiver = build_receiver("shared_memory", publisher.endpoint, "actor-0", SMALL)
+    publisher.publish(WholeTensors(SMALL), 0)
+    receiver = WeightReceiver("shared_memory", publisher.endpoint, "actor-0", SMALL)
     assert receiver.wait_for_first(PATIENCE) == 0
     stranger.tell(encode("newest", **MEMBER))
     epoch = stranger.hears("group")["epoch"]
     if answer == "wrong epoch":
-        stranger.tell(encode("ready", epoch=2**62))
-        stranger.tell(encode("took", epoch=-1, version=2**62))
+        stranger.tell(encode("answer", epoch=2**62, version=-1, problem=""))
+        stranger.tell(encode("answer", epoch=-1, version=2**62, problem=""))
     elif answer == "broken":
-        stranger.tell(encode("broken", epoch=epoch, reason="\x1b[2J" + "x" * 1000))
-    publisher.publish(policy(1, elements=10), 1)
+        stranger.tell(encode("answer", epoch=epoch, version=-1, problem="\x1b[2J" + "x" * 1000))
+    publisher.publish(source(1, elements=10), 1)
     tensors = policy(0, elements=10)
     assert swap_until(receiver, tensors, 1) == 1
     assert raw(tensors) == raw(policy(1, elements=10))
@@ -158,20 +184,20 @@ def test_a_member_that_answers_nonsense_costs_an_epoch_at_a_time_and_ends_nobody
 
 def test_a_receiver_of_another_run_or_an_earlier_start_is_refused(folder: Path) -> None:
     identity = RunIdentity(secret="ab" * 32, attempt=3)
-    publisher = build_publisher("shared_memory", folder, settings=ServerSettings(identity=identity))
-    publisher.publish(SMALL, 0)
+    publisher = BroadcastPublisher("shared_memory", folder, settings=ServerSettings(identity=identity))
+    publisher.publish(WholeTensors(SMALL), 0)
     for transport in ("shared_memory", PULL):
         other = RunIdentity(secret="cd" * 32, attempt=3)
-        receiver = build_receiver(transport, publisher.endpoint, "far", SMALL, identity=other)
+        receiver = WeightReceiver(transport, publisher.endpoint, "far", SMALL, identity=other)
         with pytest.raises(WeightSyncError, match="this is the learner of another run"):
             receiver.wait_for_first(PATIENCE)
         receiver.close()
         earlier = RunIdentity(secret="ab" * 32, attempt=2)
-        receiver = build_receiver(transport, publisher.endpoint, "far", SMALL, identity=earlier)
+        receiver = WeightReceiver(transport, publisher.endpoint, "far", SMALL, identity=earlier)
         with pytest.raises(Exception, match="3"):
             receiver.wait_for_first(PATIENCE)
         receiver.close()
-        receiver = build_receiver(transport, publisher.endpoint, "far", SMALL, identity=identity)
+        receiver = WeightReceiver(transport, publisher.endpoint, "far", SMALL, identity=identity)
         assert receiver.wait_for_first(PATIENCE) == 0
         receiver.close()
     publisher.close()
@@ -180,7 +206,7 @@ def test_a_receiver_of_another_run_or_an_earlier_start_is_refused(folder: Path) 
 def test_a_folder_that_is_open_to_others_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o750)
     with pytest.raises(ConfigError, match="other users can enter"):
-        build_publisher("shared_memory", tmp_path / "weights")
+        BroadcastPublisher("shared_memory", tmp_path / "weights")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
@@ -194,13 +220,13 @@ def test_another_user_of_the_host_does_not_reach_the_socket(publisher: Broadcast
 
 
 def test_neither_end_is_ended_by_a_want_of_descriptors(publisher: BroadcastPublisher) -> None:
-    publisher.publish(SMALL, 0)
-    receiver = build_receiver("shared_memory", publisher.endpoint, "actor-0", SMALL)
+    publisher.publish(WholeTensors(SMALL), 0)
+    receiver = WeightReceiver("shared_memory", publisher.endpoint, "actor-0", SMALL)
     assert receiver.wait_for_first(PATIENCE) == 0
     with all_taken():  # A limit of 0 would fail poll itself, which needs no file.
-        publisher.publish(policy(1, elements=10), 1)
+        publisher.publish(source(1, elements=10), 1)
         time.sleep(0.5)
-    publisher.publish(policy(2, elements=10), 2)
+    publisher.publish(source(2, elements=10), 2)
     tensors = policy(0, elements=10)
     assert swap_until(receiver, tensors, 2) == 2
     assert raw(tensors) == raw(policy(2, elements=10))
@@ -208,9 +234,9 @@ def test_neither_end_is_ended_by_a_want_of_descriptors(publisher: BroadcastPubli
 
 
 def test_an_epochs_files_go_with_it(publisher: BroadcastPublisher, folder: Path) -> None:
-    publisher.publish(SMALL, 0)
+    publisher.publish(WholeTensors(SMALL), 0)
     for name in ("actor-0", "actor-1", "actor-2"):
-        receiver = build_receiver("shared_memory", publisher.endpoint, name, SMALL)
+        receiver = WeightReceiver("shared_memory", publisher.endpoint, name, SMALL)
         assert receiver.wait_for_first(PATIENCE) == 0
         receiver.close()
     until = time.monotonic() + PATIENCE
@@ -220,12 +246,11 @@ def test_an_epochs_files_go_with_it(publisher: BroadcastPublisher, folder: Path)
     assert publisher._epoch >= 3
 
 
-def test_a_member_of_another_host_that_falls_silent_is_left_behind(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "PARKED", 0.2)
-    publisher = build_publisher("shared_memory", folder, deadline=5.0, settings=ServerSettings(silence=1.0))
-    publisher.publish(SMALL, 0)
+def test_a_member_of_another_host_that_falls_silent_is_left_behind(folder: Path) -> None:
+    publisher = BroadcastPublisher(
+        "shared_memory", folder, deadline=5.0, settings=ServerSettings(silence=1.0)
+    )
+    publisher.publish(WholeTensors(SMALL), 0)
     silent = Stranger(publisher.endpoint, b"silent")
     silent.tell(encode("newest", **MEMBER))
     silent.hears("group")
@@ -235,7 +260,7 @@ def test_a_member_of_another_host_that_falls_silent_is_left_behind(
         time.sleep(0.02)
     assert lines[0] == "stranger joined (1 other host now)"
     assert lines[1].startswith("stranger was left behind: it did not answer (0")
-    receiver = build_receiver("shared_memory", publisher.endpoint, "actor-0", SMALL)
+    receiver = WeightReceiver("shared_memory", publisher.endpoint, "actor-0", SMALL)
     assert receiver.wait_for_first(PATIENCE) == 0
     receiver.close()
     silent.end()

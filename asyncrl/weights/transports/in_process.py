@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,14 +12,7 @@ from asyncrl.errors import WeightSyncError
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.weights import packing
-from asyncrl.weights.interface import (
-    Named,
-    Publisher,
-    Receiver,
-    WeightSource,
-    as_weight_source,
-    stale_version,
-)
+from asyncrl.weights.interface import Named, Publisher, Receiver, WeightSource, stale_version
 
 
 class InProcessPublisher(Publisher):
@@ -33,17 +26,17 @@ class InProcessPublisher(Publisher):
         self.views: dict[str, Tensor] = {}
         self._seconds = 0.0
 
-    def publish(self, weights: WeightSource | Mapping[str, Tensor], version: int) -> None:
+    def publish(self, weights: WeightSource, version: int) -> None:
         """Copy the weights."""
-        begun, source = time.monotonic(), as_weight_source(weights)
+        begun = time.monotonic()
         if version <= self.version:
             raise stale_version(version, self.version)
         if self.manifest is None:
-            self.manifest = source.manifest
-            self._buffers = packing.allocate(source.manifest, self._device)
-            self.views = packing.views_in(source.manifest, self._buffers)
-        packing.require_same(source.manifest, self.manifest, "the first publish")
-        source.write(self.views)
+            self.manifest = weights.manifest
+            self._buffers = packing.allocate(weights.manifest, self._device)
+            self.views = packing.views_in(weights.manifest, self._buffers)
+        packing.require_same(weights.manifest, self.manifest, "the first publish")
+        weights.write(self.views)
         self.version, self._seconds = version, time.monotonic() - begun
 
     def wait_for_first(
