@@ -41,7 +41,8 @@ from asyncrl.learner.weight_export import acting_types, acting_weights, copy_pol
 from asyncrl.policies.acceleration import compile_blocks
 from asyncrl.policies.interface import Policy
 from asyncrl.registry import names_code
-from asyncrl.replay.interface import NEW_RUN, LearnerPort, RunStart
+from asyncrl.replay.events import require_ledger
+from asyncrl.replay.interface import ANY_FORMAT, EpisodeFormat, LearnerPort
 from asyncrl.replay.store import LEDGER, read_meta
 from asyncrl.storage import checkpoint, run_folder, run_owner
 from asyncrl.storage.assets import simulator_named
@@ -70,7 +71,7 @@ class LearnerStart:
     identity: RunIdentity
     lock: RunLock
     checkpoint: Path | None  # of a resumed run
-    replay: RunStart = NEW_RUN
+    episodes: EpisodeFormat = ANY_FORMAT
     simulator: str = ""  # with the tasks of the run; empty: unknown
     tasks: Sequence[str] = ()  # all instructions of the run; empty: unknown
 
@@ -132,6 +133,8 @@ def start_run(models: Models, again: Path | None = None) -> LearnerStart:
         check_resumed(config)
     run = run_folder.claim(config, again)
     folder = checkpoint.latest(run.path) if config.resume else None
+    if folder is not None:
+        require_ledger(run.path / run_folder.REPLAY / LEDGER, checkpoint.verify(folder))
     simulator = config.evaluation.simulator or simulator_named(config.world)
     return LearnerStart(
         policy=policy,
@@ -139,10 +142,7 @@ def start_run(models: Models, again: Path | None = None) -> LearnerStart:
         identity=run.identity,
         lock=run.lock,
         checkpoint=folder,
-        replay=RunStart(
-            episodes=files.episode_format(policy, config.actor.max_decisions),
-            ledger=checkpoint.verify(folder) if folder else None,
-        ),
+        episodes=files.episode_format(policy, config.actor.max_decisions),
         simulator=simulator or simulator_of_tasks(set(files.tasks)),
         tasks=files.spec.tasks if isinstance(files, SimulatorFiles) else files.tasks,
     )

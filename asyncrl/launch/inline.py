@@ -38,7 +38,7 @@ def run(asked: TrainConfig) -> int:
         start = start_run(models)
         process_status.publish_as(start.run_dir, "inline")
         publisher, receiver = build_in_process(device)
-        replay = open_run_replay(start.run_dir / run_folder.REPLAY, config, start=start.replay)
+        replay = open_run_replay(start.run_dir / run_folder.REPLAY, config, episodes=start.episodes)
         actor: Actor
         # Before the actor introduces itself: groups an earlier one left open are the resume's to give up.
         port = InProcessLearnerPort(replay, version=start.version, imagine=lambda: actor.step(0.0))

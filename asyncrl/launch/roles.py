@@ -17,7 +17,7 @@ from asyncrl.launch import endpoints
 from asyncrl.launch.job import Job, RunInfo, read_job
 from asyncrl.launch.placement import RELAYED, Placement, parse_placement, threads_of_actor, transport_of
 from asyncrl.observability import process_status, waits
-from asyncrl.replay.interface import NEW_RUN, RunStart
+from asyncrl.replay.interface import ANY_FORMAT, EpisodeFormat
 from asyncrl.replay.replay import Replay, open_replay
 from asyncrl.storage import run_owner
 from asyncrl.storage.run_folder import REPLAY
@@ -120,7 +120,7 @@ def _receiver(
     return WeightReceiver(transport, endpoint, name, tensors, device, timeout, keys, info.identity)
 
 
-def replay_main(config: TrainConfig, info: RunInfo, start: RunStart) -> None:
+def replay_main(config: TrainConfig, info: RunInfo, episodes: EpisodeFormat) -> None:
     """Keep the run's episodes until the learner ends the run."""
     from asyncrl.replay.connection import JoinSettings
     from asyncrl.replay.server import serve_replay
@@ -130,7 +130,7 @@ def replay_main(config: TrainConfig, info: RunInfo, start: RunStart) -> None:
     process_status.publish_as(run_dir, "replay")
     process_status.set_activity("opening the files", config.startup_timeout)
     serve_replay(
-        open_run_replay(run_dir / REPLAY, config, start=start),
+        open_run_replay(run_dir / REPLAY, config, episodes=episodes),
         info.replay_endpoint,
         security=endpoints.server_keys(info.keys),
         settings=JoinSettings(config=to_json(config), weights=info.pull_endpoint, identity=identity),
@@ -140,14 +140,18 @@ def replay_main(config: TrainConfig, info: RunInfo, start: RunStart) -> None:
 
 
 def open_run_replay(
-    folder: Path, config: TrainConfig, warn: Callable[[str], None] = print, *, start: RunStart = NEW_RUN
+    folder: Path,
+    config: TrainConfig,
+    warn: Callable[[str], None] = print,
+    *,
+    episodes: EpisodeFormat = ANY_FORMAT,
 ) -> Replay:
     """Open a run's replay folder with the settings of the run; see `open_replay`."""
     return open_replay(
         folder,
         config.replay,
         config.algorithm,
-        start=start,
+        episodes=episodes,
         # The oldest checkpoint that is kept, while the next one is being written.
         resume_window=config.checkpoint_every * (config.keep_checkpoints + 1),
         warn=warn,

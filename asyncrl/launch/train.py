@@ -228,7 +228,7 @@ def _train(
     from asyncrl.launch.build import build_learner, learner_group
 
     config, start, placement = run.config, run.start, run.placement
-    children.spawn(partial(spawn_role, REPLAY, "roles:replay_main", config, info, start.replay))
+    children.spawn(partial(spawn_role, REPLAY, "roles:replay_main", config, info, start.episodes))
     if 0 in placement.actors:
         children.spawn(partial(spawn_actor, config, info, 0))
     share(info, run.job, config.startup_timeout)

@@ -55,12 +55,9 @@ DROPPED_OUTDATED = define("""replay/dropped_outdated, last, episodes: Dropped: i
 DROPPED_UNUSABLE = define("""replay/dropped_unusable, last, episodes: Set aside: stored, but the learner
     cannot use their group (another size, sampling, picture or sample). 0. Otherwise the console and the
     ledger name the groups; their files are in replay/set_aside/.""")
-DROPPED_UNRECORDED = define("""replay/dropped_unrecorded, last, episodes: Given up on a resume because the
-    ledger of their uses was lost or changed. 0. Otherwise `replay/ledger.log` was deleted or damaged; new
-    groups are imagined instead.""")
 _DROPPED = (
     *(DROPPED_LAG, DROPPED_DEADLINE, DROPPED_RESUME, DROPPED_INVALID),
-    *(DROPPED_POISONED, DROPPED_OUTDATED, DROPPED_UNUSABLE, DROPPED_UNRECORDED),
+    *(DROPPED_POISONED, DROPPED_OUTDATED, DROPPED_UNUSABLE),
 )
 DROPPED_DECISIONS = {
     episodes: define(

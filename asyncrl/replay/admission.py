@@ -7,7 +7,6 @@ run, before an episode is stored and again before the learner gets it. Nothing i
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -194,34 +193,3 @@ def unlike(sibling: Episode, episode: Episode) -> str | None:
     if (sibling.task, sibling.start_state) != (episode.task, episode.start_state):
         return "its siblings have another task or start state"
     return None
-
-
-class RefusedActors:
-    """Counts refused groups: a run of which nothing is admitted would go on for ever.
-
-    An actor cannot end a run with it as long as another one's groups are complete.
-    """
-
-    def __init__(self, after: int = 8) -> None:
-        """Start without refusals; `after` groups without a complete one, an actor is hopeless."""
-        self._after = after
-        self._reasons: defaultdict[str, list[str]] = defaultdict(list)  # Since the actor completed a group.
-
-    def add(self, actor: str, number: int, reason: str) -> None:
-        """Count a group that was given up because an episode of it was refused."""
-        self._reasons[actor].append(f"group {number} of {actor!r}: {reason}")
-
-    def forget(self, actor: str) -> None:
-        """Restart the count of an actor that completed a group, started again or left."""
-        self._reasons.pop(actor, None)
-
-    def exhausted(self, actors: Sequence[str]) -> str:
-        """Return why none of the present `actors` will complete a group; empty while there is hope."""
-        if not actors or any(len(self._reasons.get(actor, ())) < self._after for actor in actors):
-            return ""
-        return (
-            f"Nothing that the actors imagine is admitted: of each of {len(actors)} actors {self._after} "
-            f"groups in a row were refused (replay/refused_*), last {self._reasons[actors[-1]][-1][:500]}. "
-            "Actors and learner have other settings, models or code: start all with the run's config.json "
-            "and files."
-        )

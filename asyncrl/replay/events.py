@@ -13,14 +13,14 @@ import re
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final, Literal, Self, get_args, get_type_hints
+from typing import Any, Final, Literal, get_args
 
-from asyncrl.errors import ReplayError
-from asyncrl.replay.interface import CAUSES, GroupFailure, ReceiptStatus, RefusalCause
+from asyncrl.errors import ConfigError, ReplayError
+from asyncrl.replay.interface import Cause, GroupFailure, ReceiptStatus, RefusalCause
 from asyncrl.replay.sealed_file import is_full
+from asyncrl.storage.atomic import Checksum, begins_with
 from asyncrl.storage.untrusted import open_regular, parse_json, reading, remove
 
 Entry = dict[str, Any]  # A line of the ledger without its checksum
@@ -30,36 +30,21 @@ SPARE_BYTES: Final = 1 << 20
 """Decisions are written on a full disk too: `ledger.spare` is given back when a line finds no space."""
 START: Final = b"asyncrl-replay ledger"
 """Stands for the checksum of the line before the first, and of a line without a checksum."""
-FINAL_STATUSES: Final = frozenset(get_args(ReceiptStatus)) - {"held"}
+OPTIONAL: Final = ("reason", "cause", "start_state", "why", "left")  # Left out of a line if empty
+OLD_STATUSES: Final[dict[str, ReceiptStatus]] = {
+    "dropped_world": "dropped_lag",
+    "dropped_unrecorded": "dropped_invalid",
+}
+"""Statuses in ledgers of earlier versions, and their names today."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Event:
     """A change of the replay's state. The fields are the keys of its line, in the line's order."""
 
     def to_line(self) -> Entry:
-        """Return the entry of the ledger; what is empty and optional is left out."""
-        return {key: value for key, value in vars(self).items() if key != "reason" or value}
-
-    @classmethod
-    def from_entry(cls, entry: Entry) -> Self | None:
-        """Read an entry; None if it is another event's. Keys with a default may be missing."""
-        kinds = _kinds(cls)
-        found = {key: entry.get(key, getattr(cls, key, None)) for key in kinds}
-        return cls(**found) if all(_is_right(key, found[key], kinds[key]) for key in kinds) else None
-
-
-@cache
-def _kinds(event: type[Event]) -> dict[str, Any]:
-    return {key: kind for key, kind in get_type_hints(event).items() if key != "failure"}
-
-
-def _is_right(key: str, value: Any, kind: Any) -> bool:
-    """No number may be negative, but for a request without one."""
-    if kind in (int, bool):
-        return isinstance(value, kind) and value >= (-1 if key == "turn" else 0)
-    if kind == Sequence[int]:
-        return isinstance(value, (list, tuple)) and all(type(x) is int and x >= 0 for x in value)
-    return value in FINAL_STATUSES if kind == ReceiptStatus else isinstance(value, str)
+        """Return the entry of the ledger."""
+        return {key: value for key, value in vars(self).items() if value or key not in OPTIONAL}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +67,9 @@ class ActorStarted(Event):
 class Granted(Event):
     """A group was granted."""
 
-    grant: int
+    grant: int  # Its number
     actor: str
-    turn: int  # The actor's count of requests; -1 if it does not count them
+    turn: int  # Number of the actor's request, counted by the actor; -1 if it does not count them
     min_version: int
 
 
@@ -125,32 +110,18 @@ class Dropped(Event):
     task: str = ""
     version: int = 0
     reason: str = ""  # Problem of a group that is set aside
-    failure: GroupFailure | None = None
-    """Reason why it could not be imagined, if any. The ledger does not keep its `member`."""
+    cause: Cause | Literal[""] = ""
+    start_state: str = ""
+    why: str = ""
+    left: int = 0
 
-    def to_line(self) -> Entry:
-        """Return the entry of the ledger."""
-        line, why = super().to_line(), self.failure
-        del line["failure"]
-        if why is not None:
-            line |= {"cause": why.cause, "start_state": why.start_state, "why": why.reason, "left": why.left}
-        return line
-
-    @classmethod
-    def from_entry(cls, entry: Entry) -> Self | None:
-        """Read an entry; None if it is another event's."""
-        if entry.get("status") == "dropped_world":  # Written while worlds were refitted during a run.
-            entry = entry | {"status": "dropped_lag"}
-        event = super().from_entry(entry)
-        match entry:
-            case {"cause": cause, "start_state": str(name), "why": str(why), "left": int(left)} if (
-                event is not None and cause in CAUSES
-            ):
-                failure = GroupFailure(
-                    number=event.dropped, member=-1, cause=cause, start_state=name, reason=why, left=left
-                )
-                return replace(event, failure=failure)
-        return event
+    @property
+    def failure(self) -> GroupFailure | None:
+        """Return the reason why the group could not be imagined, if any; its `member` is not kept."""
+        if not self.cause:
+            return None
+        about = {"start_state": self.start_state, "reason": self.why}
+        return GroupFailure(number=self.dropped, member=-1, cause=self.cause, left=self.left, **about)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,8 +130,7 @@ class Refused(Event):
 
     refused: ReceiptStatus
     decisions: int = 0
-    cause: RefusalCause | Literal[""] = ""
-    """Cause of `dropped_invalid`; empty for others, and in ledgers of earlier versions."""
+    cause: RefusalCause | Literal[""] = ""  # Of `dropped_invalid`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,24 +140,30 @@ class GroupSized(Event):
     group_size: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class LedgerLost(Event):
-    """All that was stored before the ledger was lost has been given up."""
-
-    ledger_lost: str
-
-
-KINDS: Final[tuple[type[Event], ...]] = (
-    LearnerStarted, ActorStarted, Granted, Used, Filtered, Ready, Dropped, Refused, GroupSized, LedgerLost,
-)  # fmt: skip
+KINDS: Final[dict[str, type[Event]]] = {
+    fields(kind)[0].name: kind
+    for kind in (LearnerStarted, ActorStarted, Granted, Used, Filtered, Ready, Dropped, Refused, GroupSized)
+}
+"""First key of a line -> its event."""
+_CHECKS: Final[dict[Any, Callable[[Any], bool]]] = {
+    "int": lambda x: type(x) is int and x >= -1,
+    "bool": lambda x: isinstance(x, bool),
+    "Sequence[int]": lambda x: isinstance(x, list) and all(type(n) is int and n >= 0 for n in x),
+    "ReceiptStatus": lambda x: x in get_args(ReceiptStatus) and x != "held",
+}
+"""Type of a field -> True if a value read from a ledger has it; all others are texts."""
 
 
 def read_events(entries: Iterable[Entry]) -> Iterator[Event]:
-    """Read the entries of a ledger; unknown ones are skipped."""
+    """Read the entries of a ledger; unknown ones are skipped, keys with a default may be missing."""
     for entry in entries:
-        found = (kind.from_entry(entry) for kind in KINDS)
-        if (event := next(filter(None, found), None)) is not None:
-            yield event
+        if (kind := KINDS.get(next(iter(entry), ""))) is None:
+            continue
+        known = {field.name: entry.get(field.name, field.default) for field in fields(kind)}
+        if (status := str(known.get("status"))) in OLD_STATUSES:
+            known["status"] = OLD_STATUSES[status]
+        if all(_CHECKS.get(x.type, lambda text: isinstance(text, str))(known[x.name]) for x in fields(kind)):
+            yield kind(**known)
 
 
 def write_line(entry: Entry, previous: bytes = b"") -> bytes:
@@ -198,8 +174,7 @@ def write_line(entry: Entry, previous: bytes = b"") -> bytes:
 
 def read_line(line: bytes, previous: bytes = b"") -> Entry:
     """Read one entry, without its checksum."""
-    checksum = checksum_of(line)
-    if checksum is None:
+    if (checksum := _checksum_of(line)) == START:
         raise ValueError("it does not end with a checksum")
     body = line[:-_LENGTH] + b"}"
     # Not `crc32(body, previous)`: a bit of `previous` would make up for one of the body's first four bytes.
@@ -208,14 +183,20 @@ def read_line(line: bytes, previous: bytes = b"") -> Entry:
     return parse_json(body)
 
 
-def checksum_of(line: bytes) -> bytes | None:
-    """Return the 8 digits that a line claims, right or wrong; None if it claims none."""
+def _checksum_of(line: bytes) -> bytes:
+    """The 8 digits that a line claims, right or wrong."""
     found = _CHECKSUM.fullmatch(line, max(0, len(line) - _LENGTH))
-    return None if found is None else found[1]
+    return START if found is None else found[1]
 
 
-def _link(line: bytes) -> bytes:
-    return checksum_of(line) or START
+def require_ledger(path: Path, at_checkpoint: Checksum | None) -> None:
+    """Check that a ledger still begins as it did when the run's checkpoint was written."""
+    if at_checkpoint is not None and not begins_with(path, at_checkpoint):
+        raise ConfigError(
+            f"{path} is not what it was when the checkpoint was written: lines are missing or changed, so "
+            "the stored groups that were used are unknown. Put the file back, or start a new run from the "
+            "checkpoint: asyncrl train --policy RUN/checkpoints/update_N."
+        )
 
 
 class Ledger:
@@ -238,7 +219,7 @@ class Ledger:
         with reading(self.path) as file:
             for line in file:
                 if line.endswith(b"\n"):
-                    end, self._last = end + len(line), _link(line[:-1])
+                    end, self._last = end + len(line), _checksum_of(line[:-1])
         return end
 
     def read(self) -> Iterator[Entry]:
@@ -262,7 +243,7 @@ class Ledger:
                 f"{self.path} could not be written: {error}. Free disk space, or lower "
                 "--replay.max-gigabytes."
             ) from None
-        self._last = _link(line)
+        self._last = _checksum_of(line)
 
     def keep_spare(self) -> None:
         """Reserve the spare space; without space now, nothing happens."""
@@ -296,7 +277,7 @@ def read_entries(path: Path, warn: Callable[[str], None]) -> Iterator[Entry]:
             if not whole.endswith(b"\n"):
                 return
             line = whole[:-1]
-            before, claimed = claimed, _link(line)
+            before, claimed = claimed, _checksum_of(line)
             for previous in (believed, before):
                 try:
                     entry = read_line(line, previous)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, get_args
 
 from asyncrl.observability import metrics_system as m
@@ -89,26 +89,20 @@ class GroupTable:
     def use(self, numbers: Sequence[int]) -> None:
         """Close groups that were given to the learner at `version`."""
         for number in numbers:
-            self._close(number, ClosedGroup(status="duplicate", version=self.version, used=True))
+            self._close(number, ClosedGroup(answer="duplicate", version=self.version, used=True))
         self.used += len(numbers)
 
     def filter(self, number: int, newest_version: int, successes: int, size: int) -> None:
         """Close a stored group without a learning signal: its credit returns, it does not count as used."""
         filtered = FilteredGroup(successes=successes, size=size)
-        self._close(number, ClosedGroup(status="duplicate", version=newest_version, filtered=filtered))
-
-    def forget_uses(self) -> None:
-        """Make all closings final: no resume undoes them."""
-        self._filtered_before = self.filtered_groups
-        for number, group in self.closed.items():
-            self.closed[number] = replace(group, used=False, filtered=None)
+        self._close(number, ClosedGroup(answer="duplicate", version=newest_version, filtered=filtered))
 
     def drop(self, number: int, status: ReceiptStatus, *, stored: bool = False) -> None:
         """Give a group up, for good or to grant its number again (`grants_again`)."""
         again = self.grants_again(number, status)
         given_up = self._given_up.get(number, 0) + (status == "dropped_deadline")
-        late = "duplicate" if stored and status != "dropped_resume" else status
-        self._close(number, ClosedGroup(status=late, version=self.version))
+        answer = "duplicate" if stored and status != "dropped_resume" else status
+        self._close(number, ClosedGroup(answer=answer, version=self.version))
         if again:
             self.to_grant_again.add(number)
             self._given_up[number] = given_up
@@ -179,7 +173,7 @@ class OpenGroup:
 class ClosedGroup:
     """A group that will not be used (any more)."""
 
-    status: ReceiptStatus  # Answer to its late or repeated episodes
+    answer: ReceiptStatus  # Receipt of its late or repeated episodes
     version: int  # The learner's then; of a filtered group that of its newest decision
     used: bool = False
     filtered: FilteredGroup | None = None

@@ -10,7 +10,6 @@ from asyncrl.errors import AsyncRLError, ReplayError
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import ActionSpec, Episode
-from asyncrl.storage.atomic import Checksum
 
 ReceiptStatus = Literal[
     "held",
@@ -23,12 +22,11 @@ ReceiptStatus = Literal[
     "dropped_poisoned",
     "dropped_outdated",
     "dropped_unusable",
-    "dropped_unrecorded",
 ]
 """Fate of an episode. Only `held` is not final: its group is incomplete, so the actor keeps it.
 `dropped_lag`: its policy is older than --replay.max-lag allows.
-`dropped_outdated`: its group was given up and granted again, and that grant goes on. Of stored groups:
-`dropped_unusable`, set aside because the learner cannot use it; `dropped_unrecorded`, its use is unknown.
+`dropped_outdated`: its group was given up and granted again, and that grant goes on.
+`dropped_unusable`: its stored group is set aside, because the learner cannot use it.
 """
 
 Cause = Literal["policy", "world", "reward", "raised", "quarantined"]
@@ -173,18 +171,6 @@ class EpisodeFormat:
 
 
 ANY_FORMAT: Final = EpisodeFormat()
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunStart:
-    """Facts about a run that the replay needs besides its settings."""
-
-    episodes: EpisodeFormat = ANY_FORMAT
-    ledger: Checksum | None = None
-    """Checksum of the ledger in the checkpoint of the resume; None: a new run, or unknown."""
-
-
-NEW_RUN: Final = RunStart()
 
 
 class ActorPort(Protocol):

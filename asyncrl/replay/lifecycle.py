@@ -1,25 +1,27 @@
 """Carry one group from its last episode to its end: its file, its event in the ledger, and its receipts.
 
 While the disk is full, or no file can be opened, complete groups stay in memory and no new group is granted:
-the credit bounds the memory.
+the credit bounds the memory. After an interruption `recover` brings the groups back from ledger and files
+when the process starts, `roll_back` when a learner goes on from an earlier version.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
-from asyncrl.errors import DiskFull, OutOfFiles
+from asyncrl.errors import CodecMissing, DiskFull, OutOfFiles, ReplayError
 from asyncrl.records import Episode
-from asyncrl.replay.events import Dropped, Filtered
-from asyncrl.replay.group_file import GroupFile
+from asyncrl.replay.events import Dropped, Filtered, GroupSized, Ready, read_events
+from asyncrl.replay.group_file import GroupFile, read_group
 from asyncrl.replay.groups import SuccessWindow, has_no_signal
 from asyncrl.replay.interface import GroupFailure, Receipt, ReceiptStatus
 from asyncrl.replay.state import ReplayState
 from asyncrl.replay.store import EpisodeStore
 
-NOTICES: Final = 20  # Most lines of the replay on the learner's console
+NOTICES: Final = 20  # Most lines of the replay that wait for the learner's console
 RETRY_EVERY: Final = 1.0  # Seconds between two attempts to write a group that waits
 T = TypeVar("T")
 
@@ -28,14 +30,66 @@ class GroupLifecycle:
     """Stores, filters, drops and deletes one group: file, event and receipts in step."""
 
     def __init__(self, store: EpisodeStore, state: ReplayState, warn: Callable[[str], None] = print) -> None:
-        self.store, self.state = store, state
+        self.store, self.state, self._warn = store, state, warn
         self.success = SuccessWindow()
         self.disk = DiskWait(state.limiter.clock, warn)
         self.receipts: list[tuple[str, Receipt]] = []
         self.notices: list[str] = []
-        self._warn, self._notified = warn, 0
         self._writer: Executor = AtOnce()
         self._unwritten: dict[int, Future[GroupFile]] = {}
+
+    def recover(self) -> None:
+        """Bring an empty state up to date from the ledger and the files."""
+        state, limiter, files, aside = self.state, self.state.limiter, self.store.group_files, set[int]()
+        for event in read_events(self.store.ledger.read()):
+            state.apply(event)
+            if isinstance(event, Dropped):
+                (aside.add if event.status == "dropped_unusable" else aside.discard)(event.dropped)
+        for number in aside & files.keys():  # The process ended before it moved the file.
+            self.store.set_aside(number)
+        for number, group in [(n, group) for n, group in files.items() if not limiter.is_closed(n)]:
+            state.make_ready(number, group)
+            if limiter.filter_groups and limiter.matches_run(group) and self._lacks_signal(group):
+                self.filter(number)  # The process ended before it did that.
+        limiter.end_recovery()
+        if state.group_size != limiter.group_size:
+            state.commit(GroupSized(group_size=limiter.group_size))
+        self.count_successes()
+
+    def _lacks_signal(self, group: GroupFile) -> bool:
+        try:
+            return has_no_signal(read_group(group.path, ("rewards",)))
+        except (CodecMissing, OutOfFiles):
+            raise
+        except ReplayError:  # Who chooses it for a batch finds the damage.
+            return False
+
+    def roll_back(self, version: int, *, in_turns: bool) -> None:
+        """Carry out `Limiter.plan_resume`."""
+        state, stored = self.state, dict(self.store.group_files)
+        ready, drop = state.limiter.plan_resume(version, stored, in_turns=in_turns)
+        other = [n for n in drop if n in stored and not state.limiter.matches_run(stored[n])]
+        if other:
+            self.notify(
+                f"{len(other)} stored groups were made in another world, or with another "
+                "--algorithm.group-size, temperature or top-k: they are given up (replay/dropped_resume) and "
+                "imagined again."
+            )
+        for number in ready:
+            state.commit(Ready(ready=number))
+            state.make_ready(number, stored[number])
+        for number, status in drop.items():
+            self.drop(number, status)
+
+    def count_successes(self) -> None:
+        """Count the complete groups whose newest decision is of the learner's version."""
+        self.success, limiter = SuccessWindow(), self.state.limiter
+        for group in limiter.ready.values():
+            if group.newest_version == limiter.version:
+                self.success.add(group.attributes["successes"], group.attributes["group_size"])
+        for closed in limiter.closed.values():
+            if closed.filtered is not None and closed.version == limiter.version:
+                self.success.add(closed.filtered.successes, closed.filtered.size)
 
     def write_in_background(self) -> None:
         """Let a thread write the files from now on, one after another."""
@@ -98,18 +152,15 @@ class GroupLifecycle:
         )
 
     def notify(self, line: str) -> None:
-        """Write a line to the log and to the learner's console, there `NOTICES` lines at most."""
+        """Write a line to the log, and to the learner's console unless `NOTICES` lines wait for that."""
         line = "".join(letter if letter.isprintable() else "?" for letter in line)[:2000]  # It is sent.
         self._warn(f"replay: {line}")
-        self._notified += 1
-        if self._notified <= NOTICES:
+        if len(self.notices) < NOTICES:
             self.notices.append(line)
-        elif self._notified == NOTICES + 1:
-            self.notices.append("the replay has more to say: see its log")
 
     def set_aside(self, number: int, why: str) -> None:
         """Close a ready group that the learner cannot use; keep its file in another folder."""
-        self.drop(number, "dropped_unusable", reason=why[:1000])
+        self.drop(number, "dropped_unusable", why[:1000])
         kept = self.store.set_aside(number)
         self.notify(
             f"group {number} is set aside, the learner cannot use it: {why[:300]}. Its file is kept: "
@@ -117,36 +168,36 @@ class GroupLifecycle:
         )
 
     def drop(
-        self, number: int, status: ReceiptStatus, *, failure: GroupFailure | None = None, reason: str = ""
+        self, number: int, status: ReceiptStatus, reason: str = "", failure: GroupFailure | None = None
     ) -> None:
         """Give a group up. A number that is granted again loses its file before the event is written."""
         limiter = self.state.limiter
         group, group_file = limiter.open.get(number), self.store.group_files.get(number)
         episodes = list(group.members.values()) if group else []
+        count, decisions, task = limiter.group_size, 0, ""
         if group is not None:
             count, decisions = len(episodes), sum(len(episode.policy_versions) for episode in episodes)
             task = episodes[0].task if episodes else ""
         elif group_file is not None:
             count, decisions = group_file.attributes["group_size"], group_file.decisions
             task = group_file.attributes["task"]
-        else:
-            count, decisions, task = limiter.group_size, 0, ""
+        event = Dropped(
+            dropped=number,
+            status=status,
+            episodes=count,
+            stored=group is None,
+            decisions=decisions,
+            task=task,
+            version=limiter.version,
+            reason=reason,
+        )
+        if failure is not None:
+            about = {"start_state": failure.start_state, "why": failure.reason, "left": failure.left}
+            event = replace(event, cause=failure.cause, **about)
         self.disk.over(number)
         if limiter.grants_again(number, status):
             self.store.remove(number)
-        self.state.commit(
-            Dropped(
-                dropped=number,
-                status=status,
-                episodes=count,
-                stored=group is None,
-                decisions=decisions,
-                task=task,
-                version=limiter.version,
-                failure=failure,
-                reason=reason,
-            )
-        )
+        self.state.commit(event)
         for episode in episodes:
             receipt = Receipt(episode_id=episode.episode_id, status=status, reason="its group was given up")
             self.receipts.append((group.actor if group else episode.actor, receipt))
@@ -154,7 +205,7 @@ class GroupLifecycle:
     def trim(self) -> None:
         """Delete the oldest closed groups beyond --replay.max-gigabytes, except those of the last batch."""
         if self.store.total_bytes > self.store.max_bytes:
-            again, closed = set(self.state.session.batch), self.state.limiter.is_closed
+            again, closed = set(self.state.batch), self.state.limiter.is_closed
             self.store.trim([n for n in self.store.group_files if closed(n) and n not in again])
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Collection
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.sections import ReplaySettings
+from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode, Sampling
 from asyncrl.replay.admission import Expected, Refusal, refusal
 from asyncrl.replay.events import Granted
@@ -22,8 +26,22 @@ from asyncrl.replay.interface import (
 )
 
 
+@dataclass(kw_only=True)
+class Actor:
+    """One actor, as the replay knows it. The ledger keeps the first two."""
+
+    session: str = ""
+    answered: int = -1  # Its newest request of this session that was answered with a group
+    heard_at: float = -math.inf  # Last sign of life
+    progress_at: float = -math.inf  # Last decision or episode
+    readings: dict[Metric, float] = field(default_factory=dict)  # Its last report
+    names_sent: int = 0  # Quarantined start states that it knows
+    refused: int = 0  # Groups given up for an episode that was refused, since it completed one
+    last_refusal: str = ""
+
+
 class Limiter(GroupTable):
-    """All groups of a run, and the rules of lag, credit and completeness."""
+    """All groups and actors of a run, and the rules of lag, credit and completeness."""
 
     def __init__(
         self,
@@ -42,8 +60,7 @@ class Limiter(GroupTable):
         self.sampling = Sampling(algorithm.temperature, algorithm.top_k)
         self.episode_format = episode_format
         self.heartbeat_timeout = settings.heartbeat_timeout
-        self._heartbeats: dict[str, float] = {}
-        self._progress: dict[str, float] = {}  # Actor -> time of its last reported decision.
+        self.actors: defaultdict[str, Actor] = defaultdict(Actor)
         self._listening_since = self.clock()
 
     def too_old(self, aged: Episode | OpenGroup | GroupFile, version: int) -> ReceiptStatus | None:
@@ -67,20 +84,16 @@ class Limiter(GroupTable):
 
     def record_heartbeat(self, actor: str) -> None:
         """Record a sign of life."""
-        self._heartbeats[actor] = self.clock()
-
-    def record_progress(self, actor: str) -> None:
-        """Record that an actor made a decision or an episode."""
-        self._progress[actor] = self.clock()
+        self.actors[actor].heard_at = self.clock()
 
     @property
-    def actors_heard(self) -> list[str]:
+    def actors_heard(self) -> list[Actor]:
         """Actors that sent this process a sign of life within the timeout."""
-        return [actor for actor in self._heartbeats if not self.timed_out(actor)]
+        return [a for name, a in self.actors.items() if a.heard_at > -math.inf and not self.timed_out(name)]
 
     def since_heartbeat(self, actor: str) -> float:
         """Return the seconds since an actor's last sign of life."""
-        return self.clock() - max(self._heartbeats.get(actor, 0.0), self._listening_since)
+        return self.clock() - max(self.actors[actor].heard_at, self._listening_since)
 
     def timed_out(self, actor: str) -> bool:
         """True if an actor gave no sign of life for more than `heartbeat_timeout` seconds."""
@@ -146,8 +159,8 @@ class Limiter(GroupTable):
 
         if number in self.ready:
             return receipt("duplicate")
-        if number in self.closed and self.closed[number].status != "duplicate":
-            return receipt(self.closed[number].status, "its group was given up")
+        if number in self.closed and self.closed[number].answer != "duplicate":
+            return receipt(self.closed[number].answer, "its group was given up")
         if self.is_closed(number):  # Its fate may be forgotten.
             return receipt("duplicate")
         if number not in self.open:
@@ -171,8 +184,8 @@ class Limiter(GroupTable):
         if (too_old := self.too_old(episode, self.version)) is not None:
             lag = f"policy version {episode.oldest_version} at {self.version}"
             return receipt(too_old, f"{lag}, --replay.max-lag is {self.max_lag}")
-        self.record_heartbeat(group.actor)
-        self.record_progress(group.actor)
+        owner = self.actors[group.actor]
+        owner.heard_at = owner.progress_at = self.clock()
         group.add(episode)
         return receipt("held")
 
@@ -184,7 +197,7 @@ class Limiter(GroupTable):
         """List the incomplete open groups of actors that make no progress or fell silent."""
         now, found = self.clock(), []
         for number, group in self.open.items():
-            progress = max(group.granted_at, self._progress.get(group.actor, 0.0), self._listening_since)
+            progress = max(group.granted_at, self.actors[group.actor].progress_at, self._listening_since)
             late = progress < now - self.settings.group_timeout
             lost = group.granted_at < now - self.heartbeat_timeout and self.timed_out(group.actor)
             if (late or lost) and not self.complete(number):
@@ -226,8 +239,39 @@ class Limiter(GroupTable):
         awaited = self.open.keys() - set(not_awaited)
         return None if min(awaited, default=numbers[-1]) < numbers[-1] else numbers
 
+    def plan_resume(
+        self, version: int, stored: Mapping[int, GroupFile], *, in_turns: bool = False
+    ) -> tuple[list[int], dict[int, ReceiptStatus]]:
+        """Plan the changes before a learner begins at `version`, so that it sees what it would have seen.
+
+        Open groups (their actors are gone), groups of later versions, and those of another world, sampling or
+        group size are imagined again under the same numbers, which decide start states and seeds. Groups that
+        a lost update used, and this version may use, wait again.
+
+        That is exact down to `resume_window` versions before the current one: groups closed before stay
+        closed, so batches, start states and shares differ, but nothing is used twice or above the lag bound.
+        Nor is it exact for a group that a lost update dropped as too old: newer versions imagine it again.
+
+        Returns:
+            Groups to use again; and those to give up, where numbers with `dropped_resume` are granted again.
+        """
+        drop: dict[int, ReceiptStatus] = dict.fromkeys(self.open, "dropped_resume")
+        used = [n for n, closed in self.closed.items() if closed.used and closed.version >= version]
+        for number in [*used, *self.ready]:
+            group = self.ready.get(number, stored.get(number))
+            if group is None or group.newest_version > version or not self.matches_run(group):
+                drop[number] = "dropped_resume"
+            elif (too_old := self.too_old(group, version)) is not None:
+                drop[number] = too_old
+        filtered = {n: closed.version for n, closed in self.closed.items() if closed.filtered is not None}
+        drop |= {n: "dropped_resume" for n, newest in filtered.items() if newest > version}
+        kept = {n: stored[n].newest_version for n in {*used, *self.ready} - drop.keys()}
+        if in_turns and len(kept) < (self.max_lag + 1) * self.groups_per_update:
+            drop |= {n: "dropped_resume" for n, newest in (kept | filtered).items() if newest == version}
+        return sorted(set(used) - drop.keys()), dict(sorted(drop.items()))
+
     def begin(self, version: int) -> None:
-        """Start at `version`, after the changes of `recovery.plan_resume`."""
+        """Start at `version`, after the changes of `plan_resume`."""
         # Every update uses as many groups, however many were filtered or dropped, so `used` follows from the
         # version, also if `groups_per_update` was changed for the resume.
         self.version, self.used = version, version * self.groups_per_update

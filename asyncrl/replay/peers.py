@@ -76,7 +76,6 @@ class Peers:
         self.ranks: dict[str, bytes] = {}  # Name of each other learner rank that is there -> its routing id
         self._visitors = set[bytes]()  # Peers that may ask for the settings.
         self._replaced: set[str] = set()  # Sessions of actors whose name a newer one took.
-        self._sent_names: dict[bytes, int] = {}  # Actor -> number of quarantined start states that it knows.
 
     def knows(self, peer: bytes) -> bool:
         """True if a peer has introduced itself as a part of this run."""
@@ -115,7 +114,8 @@ class Peers:
             return
         if message["role"] == "learner":
             self.learner = peer
-            self._sent_names.clear()  # A resume may have forgotten some of them.
+            for actor in self.replay.state.limiter.actors.values():
+                actor.names_sent = 0  # A resume may have forgotten some of them.
             self.replay.begin(message["session"], message["version"])
         elif message["role"] == RANK:
             self.ranks[message["name"]] = peer
@@ -151,22 +151,25 @@ class Peers:
 
     def send_quarantined(self, peer: bytes) -> bool:
         """Send an actor the quarantined start states that it does not know; False if it accepts no more."""
-        names = self.replay.state.quarantine.names
-        for number in range(self._sent_names.get(peer, 0), len(names)):
-            if not self.sender.send(peer, "quarantined", start_state=names[number]):
+        actor = self.replay.state.limiter.actors[self.actors[peer]]
+        for name in self.replay.state.quarantine.names[actor.names_sent :]:
+            if not self.sender.send(peer, "quarantined", start_state=name):
                 return False
-            self._sent_names[peer] = number + 1
+            actor.names_sent += 1
         return True
 
     def _admit(self, peer: bytes, message: Message) -> bool:
         """Of two actors with one name the newer stays: a respawned actor keeps the name."""
         name, session = message["name"], message["session"]
+        actor = self.replay.state.limiter.actors[name]
         if session in self._replaced:
             why = f"another actor called {name!r} took this one's place. Give each a --name of its own."
             self.sender.send(peer, "refused", reason=why)
             return False
-        if (before := self.replay.state.session.actors.get(name)) not in (None, session):
-            self._replaced.add(str(before))
+        if actor.session not in ("", session):
+            self._replaced.add(actor.session)
+        if peer not in self.actors:
+            actor.names_sent = 0
         for other in [other for other, known in self.actors.items() if known == name]:
             del self.actors[other]
         self.actors[peer] = name

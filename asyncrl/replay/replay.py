@@ -18,20 +18,28 @@ from asyncrl.messaging.episode_codec import scalars_of
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability.metrics import Metric, reduce
 from asyncrl.records import Episode
-from asyncrl.replay.admission import RefusedActors, is_start_of
+from asyncrl.replay.admission import is_start_of
 from asyncrl.replay.events import ActorStarted, LearnerStarted, Refused
 from asyncrl.replay.groups import number_of
-from asyncrl.replay.interface import ENDLESS, NEW_RUN, Filling, GroupFailure, GroupGrant, Receipt, RunStart
+from asyncrl.replay.interface import (
+    ANY_FORMAT,
+    ENDLESS,
+    EpisodeFormat,
+    Filling,
+    GroupFailure,
+    GroupGrant,
+    Receipt,
+)
 from asyncrl.replay.lifecycle import GroupLifecycle
 from asyncrl.replay.limiter import Limiter
-from asyncrl.replay.recovery import count_successes, recover, roll_back_to
 from asyncrl.replay.sampling import BatchChooser
 from asyncrl.replay.state import ReplayState
-from asyncrl.replay.store import LEDGER, EpisodeStore
-from asyncrl.storage.atomic import begins_with
+from asyncrl.replay.store import EpisodeStore
 
 MAX_FILTERED_BATCHES: Final = 10
 """A run ends when so many times --algorithm.groups-per-update groups were filtered since the last update."""
+REFUSED_GROUPS: Final = 8
+"""An actor is hopeless when so many of its groups were refused since it completed one."""
 
 
 def open_replay(
@@ -39,48 +47,37 @@ def open_replay(
     settings: ReplaySettings,
     algorithm: AlgorithmSettings,
     *,
-    start: RunStart = NEW_RUN,
+    episodes: EpisodeFormat = ANY_FORMAT,
     resume_window: int = 20,
     warn: Callable[[str], None] = print,
 ) -> Replay:
     """Open the replay of a run and recover its folder."""
-    ledger = start.ledger
-    lost_ledger = "" if ledger is None or begins_with(folder / LEDGER, ledger) else ledger.sha256
     max_bytes = int(settings.max_gigabytes * 1e9)
     store = EpisodeStore(folder, group_size=algorithm.group_size, max_bytes=max_bytes, warn=warn)
-    limiter = Limiter(settings, algorithm, episode_format=start.episodes, resume_window=resume_window)
-    return Replay(store, limiter, warn, lost_ledger=lost_ledger)
+    limiter = Limiter(settings, algorithm, episode_format=episodes, resume_window=resume_window)
+    return Replay(store, limiter, warn)
 
 
 class Replay:
     """Answers the actors and the learner of a run."""
 
-    def __init__(
-        self,
-        store: EpisodeStore,
-        limiter: Limiter,
-        warn: Callable[[str], None] = print,
-        *,
-        lost_ledger: str = "",
-    ) -> None:
+    def __init__(self, store: EpisodeStore, limiter: Limiter, warn: Callable[[str], None] = print) -> None:
         self.store = store
         self.state = ReplayState(store.ledger, limiter, store.made_with)
-        self.refused_actors = RefusedActors()
         self.lifecycle = GroupLifecycle(store, self.state, warn)
         self.batches = BatchChooser(self.lifecycle, warn)
         self.stopped = False
-        self._reports: dict[str, dict[Metric, float]] = {}  # Actor -> its last report.
         self._decisions = 0.0
-        recover(self.lifecycle, lost_ledger)
+        self.lifecycle.recover()
 
     def begin(self, session: str, version: int, *, in_turns: bool = False) -> None:
         """Record a learner at `version`. A new session starts or resumes the run; a known one reconnected."""
-        if session != self.state.session.learner:
+        if session != self.state.learner:
             self.lifecycle.finish()
             self.batches.begin()
-            roll_back_to(self.lifecycle, version, in_turns=in_turns)
+            self.lifecycle.roll_back(version, in_turns=in_turns)
             self.state.commit(LearnerStarted(learner=session, version=version))
-            count_successes(self.lifecycle)
+            self.lifecycle.count_successes()
         ready, matches = self.state.limiter.ready, self.state.limiter.matches_run
         for number in [number for number, group in ready.items() if not matches(group)]:
             self.lifecycle.set_aside(number, "another world, group size, temperature or top-k than the run's")
@@ -88,7 +85,7 @@ class Replay:
 
     def hello(self, actor: str, session: str) -> None:
         """Record an actor. A new session does not know the groups of the former: they are given up."""
-        if self.state.session.actors.get(actor) != session:
+        if self.state.limiter.actors[actor].session != session:
             self.state.commit(ActorStarted(actor=actor, session=session))
             self.leave(actor)
         self.state.limiter.record_heartbeat(actor)
@@ -97,8 +94,8 @@ class Replay:
         """Give up an actor's unfinished groups; others get the credit at once."""
         for number in self.state.limiter.unfinished(actor):
             self.lifecycle.drop(number, "dropped_deadline")
-        self._reports.pop(actor, None)
-        self.refused_actors.forget(actor)
+        record = self.state.limiter.actors[actor]
+        record.readings, record.refused = {}, 0
 
     def grant(self, actor: str, request_number: int = -1) -> GroupGrant | None:
         """Grant a group to an actor, or None without credit, disk space or start state.
@@ -122,10 +119,9 @@ class Replay:
 
         Its actor may know that answer, so it gets no other one: it would ignore the second group.
         """
-        answered = self.state.session.answered.get(actor, -1)
-        if not 0 <= request_number <= answered:
-            return False
-        return self.state.limiter.find_grant(actor, request_number) is None
+        limiter = self.state.limiter
+        answered = 0 <= request_number <= limiter.actors[actor].answered
+        return answered and limiter.find_grant(actor, request_number) is None
 
     def admit(self, episode: Episode, actor: str | None = None) -> Receipt:
         """Admit an episode of a sender (None: unknown). `pop_receipts` has those of complete groups."""
@@ -135,7 +131,7 @@ class Replay:
         receipt = self._check(episode, actor)
         if receipt.status == "held":
             if limiter.complete(number):
-                self.refused_actors.forget(limiter.open[number].actor)
+                limiter.actors[limiter.open[number].actor].refused = 0
                 self.lifecycle.store_soon(number)
         elif receipt.status == "duplicate":
             self.state.counters.add("duplicate")
@@ -146,12 +142,18 @@ class Replay:
             self.state.commit(Refused(refused=receipt.status, decisions=decisions, cause=receipt.cause or ""))
             of_this_grant = receipt.status != "dropped_outdated" and receipt.cause != "grant"
             if number in limiter.open and of_this_grant:
-                if receipt.status == "dropped_invalid":
-                    self.refused_actors.add(limiter.open[number].actor, number, receipt.reason)
                 # The group cannot become complete any more: its credit is worth more than its siblings.
-                too_old = receipt.status == "dropped_lag"
-                self.lifecycle.drop(number, "dropped_lag" if too_old else "dropped_deadline")
+                if receipt.status == "dropped_invalid":
+                    self._drop_refused(number, receipt.reason)
+                else:
+                    self.lifecycle.drop(number, receipt.status)
         return receipt
+
+    def _drop_refused(self, number: int, reason: str) -> None:
+        name = self.state.limiter.open[number].actor
+        actor = self.state.limiter.actors[name]
+        actor.refused, actor.last_refusal = actor.refused + 1, f"group {number} of {name!r}: {reason[:500]}"
+        self.lifecycle.drop(number, "dropped_deadline")
 
     def fail(self, failure: GroupFailure, actor: str | None = None) -> None:
         """Give up a group that an actor (None: unknown) was granted and cannot imagine."""
@@ -167,8 +169,7 @@ class Replay:
         if left < 0:
             known = limiter.episode_format.tasks
             why = f"start state {failure.start_state[:60]!r} is none of the run's {len(known) or 'simulator'}"
-            self.refused_actors.add(limiter.open[failure.number].actor, failure.number, why)
-            self.lifecycle.drop(failure.number, "dropped_deadline")
+            self._drop_refused(failure.number, why)
             return
         self.lifecycle.drop(failure.number, "dropped_poisoned", failure=replace(failure, left=left))
 
@@ -187,8 +188,14 @@ class Replay:
     def exhausted_reason(self) -> str:
         """Reason why no further group will ever be ready; empty while there is hope."""
         limiter = self.state.limiter
-        if refused := self.refused_actors.exhausted(limiter.actors_heard):
-            return refused
+        actors = limiter.actors_heard
+        if actors and all(actor.refused >= REFUSED_GROUPS for actor in actors):
+            return (
+                f"Nothing that the actors imagine is admitted: of each of {len(actors)} actors "
+                f"{REFUSED_GROUPS} groups in a row were refused (replay/refused_*), last "
+                f"{actors[-1].last_refusal}. Actors and learner have other settings, models or code: start "
+                "all with the run's config.json and files."
+            )
         return "" if limiter.open else self.state.quarantine.exhausted
 
     @property
@@ -248,12 +255,13 @@ class Replay:
 
     def report(self, actor: str, metrics: Mapping[Metric, float]) -> None:
         """Record an actor's readings; a share is clipped to [0, 1]."""
-        self.state.limiter.record_heartbeat(actor)
-        before = self._reports.get(actor, {}).get(s.ACTOR_DECISIONS, 0.0)
-        self._decisions += max(0.0, metrics.get(s.ACTOR_DECISIONS, before) - before)
-        if metrics.get(s.ACTOR_DECISIONS, before) > before:
-            self.state.limiter.record_progress(actor)
-        self._reports[actor] = {
+        record = self.state.limiter.actors[actor]
+        record.heard_at = self.state.limiter.clock()
+        made = metrics.get(s.ACTOR_DECISIONS, 0.0) - record.readings.get(s.ACTOR_DECISIONS, 0.0)
+        if made > 0:
+            self._decisions += made
+            record.progress_at = record.heard_at
+        record.readings = {
             metric: min(1.0, max(0.0, value)) if metric.unit == "share" else value
             for metric, value in metrics.items()
         }
@@ -273,8 +281,7 @@ class Replay:
         found[s.DISK_WAITING] = self.lifecycle.disk.seconds
         if self.lifecycle.success.last is not None:
             found[s.REPLAY_SUCCESS] = self.lifecycle.success.last
-        heard = (report for actor, report in self._reports.items() if not limiter.timed_out(actor))
-        return found | reduce(heard)
+        return found | reduce(x.readings for n, x in limiter.actors.items() if not limiter.timed_out(n))
 
     def contents(self) -> str:
         """Return one line about the contents, for an error message."""
@@ -286,7 +293,7 @@ class Replay:
         return (
             f"{len(limiter.ready)} groups ready, {len(limiter.open)} in flight with {held} episodes; "
             f"{waiting}{filtered}{state.quarantine.contents()}episodes dropped: {state.counters.reasons()}; "
-            f"actors seen: {', '.join(sorted(state.session.actors)) or 'none'}; version {limiter.version}, "
+            f"actors seen: {', '.join(sorted(limiter.actors)) or 'none'}; version {limiter.version}, "
             f"credit for {limiter.credit} more groups"
         )
 

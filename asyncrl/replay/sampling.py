@@ -80,9 +80,9 @@ class BatchChooser:
         Returns:
             Their numbers, each read and usable; None if there are too few, or some are being read.
         """
-        last = self._state.session
-        if request and request == last.request and self._store.group_files.keys() >= set(last.batch):
-            return list(last.batch)
+        last = self._state.batch
+        if request and request == self._state.request and self._store.group_files.keys() >= set(last):
+            return list(last)
         limiter, self.reading = self._state.limiter, False
         try:
             while not self.reading:
@@ -136,7 +136,7 @@ class BatchChooser:
         A group that does not fit is only checked, and kept once there is room.
         """
         usable = list(self._state.limiter.usable)
-        self._keep_only({*usable, *self._state.session.batch})
+        self._keep_only({*usable, *self._state.batch})
         room = self._max_bytes - self._kept_bytes
         for number in usable:
             entry = self._entries.get(number)

@@ -29,7 +29,7 @@ from asyncrl.replay.interface import CAUSES, REPORTED, GroupFailure
 from asyncrl.replay.peers import Peers, PeerSender
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.sampling import BatchChooser
-from asyncrl.replay.state import Session
+from asyncrl.replay.state import ReplayState
 from asyncrl.storage.run_owner import NO_RUN, RunIdentity
 
 POLL_MS: Final = 100  # Longest sleep of the loop
@@ -103,7 +103,7 @@ class ReplayServer:
         # Actors that asked since the last pass: their group may have been granted, and the answer lost.
         self._asked = set[bytes]()
         self._sample_request: Message | None = None
-        self._hand_over = HandOver(replay.batches, replay.state.session, self.sender)
+        self._hand_over = HandOver(replay.batches, replay.state, self.sender)
         self._bytes = self._episodes = 0
 
     def run(self, stop_event: threading.Event) -> None:
@@ -290,8 +290,8 @@ class ReplayServer:
 class HandOver:
     """Sends each learner rank the groups of the chosen batch that it requests, a few at a time."""
 
-    def __init__(self, batches: BatchChooser, session: Session, sender: PeerSender) -> None:
-        self._batches, self._session, self._sender = batches, session, sender
+    def __init__(self, batches: BatchChooser, state: ReplayState, sender: PeerSender) -> None:
+        self._batches, self._state, self._sender = batches, state, sender
         # Routing id of a rank -> group that it requested and does not have -> its messages sent so far.
         self._due: dict[bytes, dict[int, int]] = {}
 
@@ -303,7 +303,7 @@ class HandOver:
     def ask(self, rank: bytes, message: Message) -> None:
         """Add a rank's request for a group; a repeated one changes nothing."""
         request, number = message["request"], message["number"]
-        if request != self._session.request or number not in self._session.batch:
+        if request != self._state.request or number not in self._state.batch:
             self._send_lost(rank, request, number, "it is not of the batch that was chosen last")
         else:
             self._due.setdefault(rank, {}).setdefault(number, 0)
@@ -316,7 +316,7 @@ class HandOver:
         """Send every rank as much as it accepts of the groups that are read; start to read the others."""
         for rank, due in list(self._due.items()):
             for number in list(due):
-                if number not in self._session.batch or self._send(rank, number, due):
+                if number not in self._state.batch or self._send(rank, number, due):
                     del due[number]
             if not due or rank in self._sender.unreachable:
                 self.forget(rank)  # It will ask again.
@@ -330,7 +330,7 @@ class HandOver:
         if group is None:
             return False
         if why := group.damaged or group.unusable:
-            self._send_lost(rank, self._session.request, number, why)
+            self._send_lost(rank, self._state.request, number, why)
             return True
         for frames in group.messages[due[number] :]:
             if not self._sender.send_frames(rank, frames):

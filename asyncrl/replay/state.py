@@ -7,25 +7,12 @@ cannot be imagined is part of the event that gives it up, and counts against its
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
 from typing import Final, get_args
 
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import REGISTRY, Metric
-from asyncrl.replay.events import (
-    ActorStarted,
-    Dropped,
-    Event,
-    Filtered,
-    Granted,
-    GroupSized,
-    LearnerStarted,
-    Ledger,
-    LedgerLost,
-    Ready,
-    Refused,
-    Used,
-)
+from asyncrl.replay import events
+from asyncrl.replay.events import Event, Ledger
 from asyncrl.replay.group_file import GroupFile
 from asyncrl.replay.groups import EpisodeCounters, FilterStreak
 from asyncrl.replay.interface import ENDLESS, Cause, GroupFailure
@@ -39,27 +26,16 @@ QUARANTINE_AFTER: Final = 2  # Groups of a start state that fail before it is no
 _NAMED: Final = 10
 
 
-@dataclass(kw_only=True)
-class Session:
-    """The participants, and the learner's last batch."""
-
-    learner: str = ""
-    request: str = ""  # The learner's last answered request
-    batch: list[int] = field(default_factory=list)
-    actors: dict[str, str] = field(default_factory=dict)  # Name -> session
-    answered: dict[str, int] = field(default_factory=dict)
-    """Actor -> its newest request of this session that was answered with a group."""
-
-
 class ReplayState:
-    """The groups, the fate of their episodes, the participants, and the quarantined start states."""
+    """The groups and actors, the learner's last batch, counts of episodes, and the start states that fail."""
 
     def __init__(self, ledger: Ledger, limiter: Limiter, group_size: int) -> None:
         self._ledger, self.limiter = ledger, limiter
         self.group_size = group_size  # Episodes of a group, as of the last event
-        self.lost_ledgers: set[str] = set()  # SHA-256 of missing lines that were accounted for
-        self.counters, self.session = EpisodeCounters(), Session()
-        self.quarantine = Quarantine()
+        self.learner = ""  # The learner's session
+        self.request = ""  # The learner's last answered request
+        self.batch: list[int] = []  # Groups that it got
+        self.counters, self.quarantine = EpisodeCounters(), Quarantine()
         self.filtered = FilterStreak()
 
     def commit(self, event: Event) -> None:
@@ -73,52 +49,47 @@ class ReplayState:
         The episodes of a stored group are counted when it becomes ready, which is no event: recovery counts
         them at the first event of the stored group.
         """
-        limiter, counters, session = self.limiter, self.counters, self.session
-        size = self.group_size
+        limiter, counters, size = self.limiter, self.counters, self.group_size
         match event:
-            case LearnerStarted():
+            case events.LearnerStarted():
                 limiter.begin(event.version)
                 self.quarantine.begin(event.version)
                 self.filtered = FilterStreak()
-                session.learner, session.request, session.batch = event.learner, "", []
-            case ActorStarted():
-                session.actors[event.actor] = event.session
-                session.answered.pop(event.actor, None)
-            case Granted():
-                session.actors.setdefault(event.actor, "")
-                session.answered[event.actor] = event.turn
+                self.learner, self.request, self.batch = event.learner, "", []
+            case events.ActorStarted():
+                actor = limiter.actors[event.actor]
+                actor.session, actor.answered = event.session, -1
+            case events.Granted():
+                limiter.actors[event.actor].answered = event.turn
                 limiter.apply_grant(event)
-            case Used():
+            case events.Used():
                 if event.version > limiter.version:
                     limiter.advance(event.version)
                 counters.add("stored", size * sum(not limiter.is_counted(n) for n in event.used))
                 limiter.use(event.used)
                 self.filtered = FilterStreak()
-                session.request, session.batch = event.request, list(event.used)
-            case Filtered():
+                self.request, self.batch = event.request, list(event.used)
+            case events.Filtered():
                 if event.filtered not in limiter.ready:
                     counters.add("stored", size)
                 limiter.filter(event.filtered, event.newest_version, event.successes, size)
                 self.filtered.add(event.successes, size)
-            case Ready():
+            case events.Ready():
                 limiter.remove(event.ready)
                 counters.add("stored", -size)
-            case Dropped():
+            case events.Dropped():
                 if event.stored and not limiter.is_counted(event.dropped):
                     counters.add("stored", event.episodes)
                 limiter.drop(event.dropped, event.status, stored=event.stored)
                 counters.add(event.status, event.episodes, event.decisions)
                 if event.failure is not None:
                     self.quarantine.add(event.failure, event.version)
-            case Refused():
+            case events.Refused():
                 counters.add(event.refused, 1, event.decisions)
                 if event.cause:
                     counters.refused[event.cause] += 1
-            case GroupSized():
+            case events.GroupSized():
                 self.group_size = event.group_size
-            case LedgerLost():
-                self.lost_ledgers.add(event.ledger_lost)
-                limiter.forget_uses()
 
     def make_ready(self, number: int, group: GroupFile) -> None:
         """Make a group with a file ready; its episodes are counted once."""

@@ -14,17 +14,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.episode_layout import SCHEMA_VERSION
-from asyncrl.errors import CodecMissing, OutOfFiles, ReplayError
+from asyncrl.errors import OutOfFiles, ReplayError
 from asyncrl.records import Episode
 from asyncrl.replay.events import Ledger, read_line, write_line
-from asyncrl.replay.group_file import (
-    FORMAT,
-    FORMAT_VERSION,
-    GroupFile,
-    read_group,
-    read_group_file,
-    write_group,
-)
+from asyncrl.replay.group_file import FORMAT, FORMAT_VERSION, GroupFile, read_group_file, write_group
 from asyncrl.replay.sealed_file import damaged, write_error
 from asyncrl.storage.atomic import flush, replacing
 from asyncrl.storage.untrusted import make_folder, open_regular, parse_json, read_bytes, remove
@@ -80,16 +73,6 @@ class EpisodeStore:
         self.total_bytes += group_file.size
         self._removed.pop(group_file.number, None)
         return group_file
-
-    def load(self, number: int) -> list[Episode] | None:
-        """Read a group of `group_files`; None when its file is damaged, which is then in quarantine."""
-        try:
-            return read_group(self.group_files[number].path)
-        except (CodecMissing, OutOfFiles):
-            raise
-        except ReplayError as error:
-            self.put_away(number, str(error))
-            return None
 
     def put_away(self, number: int, why: str) -> None:
         """Move the damaged file of a group into quarantine."""

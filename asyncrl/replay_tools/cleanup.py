@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import h5py
 
 from asyncrl.config.bounds import AtLeast
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.replay.group_file import GroupFile, read_group, read_group_file
-from asyncrl.replay.sealed_file import Codec, codec_of, opened, sealing, settings_of
+from asyncrl.replay.sealed_file import opened, sealing
 from asyncrl.replay.store import PATTERN
 from asyncrl.replay_tools.episodes import GroupOutcomes, ReplayCommand, read_outcomes, sound, warn, watched
 from asyncrl.storage import run_owner
@@ -22,8 +22,8 @@ from asyncrl.storage.assets import kept
 from asyncrl.storage.atomic import flush, replacing
 from asyncrl.storage.untrusted import dataset_in
 
-IMAGES: Final = ("frames", "final_frame", "video")
-MORE_IMAGES: Final = ("more_frames", "final_more_frames")
+IMAGES: Final = ("frames", "final_frame", "video", "more_frames", "final_more_frames")
+GZIP: Final = 4  # Level of compression
 PER_CHUNK: Final = 8
 """Images in a chunk: neighbours resemble each other, so with fewer the file would be larger."""
 
@@ -32,8 +32,6 @@ PER_CHUNK: Final = 8
 class Compact(ReplayCommand):
     """Compress the images of groups that were used, filtered or dropped. Refuses on a live run."""
 
-    codec: Codec = "gzip"
-    """Every HDF5 tool reads gzip; the others are faster, and need the extra `compression` also to be read."""
     all: bool = False
     """Also groups that wait: for a run that is over. A resume reads them all the same, only slower."""
     dry_run: bool = False
@@ -41,18 +39,18 @@ class Compact(ReplayCommand):
 
     def run(self) -> int:
         """Rewrite one file after the other and say what it saves; 1 when a file could not be read."""
-        folder, settings = self.folder, settings_of(self.codec)
+        folder = self.folder
         with nullcontext() if self.dry_run else locked(folder):
             paths = sorted(folder.glob(PATTERN))
             chosen, unreadable = self._choose(folder, paths)
             sizes, verb, after = [x.size for x in chosen], "would compress", ""
             if not self.dry_run:
-                done = [compact(x.path, settings) for x in watched(chosen, "compressing")]
+                done = [compact(x.path) for x in watched(chosen, "compressing")]
                 unreadable += done.count(None)
                 sizes = [old for old, new in zip(sizes, done, strict=True) if new is not None]
                 verb, after = "compressed", f" to {sum(size or 0 for size in done) / 1e6:.2f} MB"
         print(
-            f"{verb} {len(chosen)} of {len(paths)} groups with {self.codec}: {sum(sizes) / 1e6:.2f} MB"
+            f"{verb} {len(chosen)} of {len(paths)} groups with gzip: {sum(sizes) / 1e6:.2f} MB"
             f"{after}; the others still wait, are compressed already or cannot be read ({unreadable})"
         )
         return 1 if unreadable else 0
@@ -63,19 +61,18 @@ class Compact(ReplayCommand):
             group_file = sound(path, read_group_file)
             if group_file is None:
                 unreadable += path.exists()
-            elif (self.all or outcomes.of(group_file.number) != "unused") and codec_in(path) != self.codec:
+            elif (self.all or outcomes.of(group_file.number) != "unused") and not is_compressed(path):
                 chosen.append(group_file)
         return chosen, unreadable
 
 
-def codec_in(path: Path) -> Codec | None:
-    """Return the codec of a sealed file's images; None if they are not compressed."""
+def is_compressed(path: Path) -> bool:
+    """True if the images of a sealed file are compressed: nothing else is stored in chunks."""
     with opened(path) as (file, _):
-        there = [*IMAGES, *(name for name in MORE_IMAGES if name in file)]
-        return next((codec for name in there if (codec := codec_of(dataset_in(file, name)))), None)
+        return any(dataset_in(file, name).chunks for name in IMAGES if name in file)
 
 
-def compact(path: Path, settings: dict[str, Any]) -> int | None:
+def compact(path: Path) -> int | None:
     """Compress the images of a sealed file durably; at any moment its name leads to a whole file.
 
     Returns:
@@ -85,7 +82,7 @@ def compact(path: Path, settings: dict[str, Any]) -> int | None:
         read_group(path)
         with replacing(path) as part:
             with h5py.File(path, "r") as old, sealing(part) as (new, _):
-                _copy(old, new, settings)
+                _copy(old, new)
             read_group(part)  # Its checksums are those of the old file.
         return path.stat().st_size
     except ReplayError as error:
@@ -97,14 +94,14 @@ def compact(path: Path, settings: dict[str, Any]) -> int | None:
         ) from None
 
 
-def _copy(old: h5py.File, new: h5py.File, settings: dict[str, Any]) -> None:
+def _copy(old: h5py.File, new: h5py.File) -> None:
     for name, value in old.attrs.items():
         new.attrs[name] = value
     for name in map(str, old):
         dataset = dataset_in(old, name)
-        if name in (*IMAGES, *MORE_IMAGES) and dataset.size:
+        if name in IMAGES and dataset.size:
             values, chunks = dataset[...], (min(PER_CHUNK, len(dataset)), *dataset.shape[1:])
-            packed = new.create_dataset(name, data=values, chunks=chunks, track_times=False, **settings)
+            packed = new.create_dataset(name, data=values, chunks=chunks, track_times=False, compression=GZIP)
             for key, value in dataset.attrs.items():
                 packed.attrs[key] = value
         else:

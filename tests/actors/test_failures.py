@@ -80,7 +80,7 @@ def test_a_poisoned_row_ends_its_group_and_no_bit_of_its_neighbours_changes(
         [],
         {},
     )
-    assert run.replay.state.limiter.closed[bad].status == "dropped_poisoned"
+    assert run.replay.state.limiter.closed[bad].answer == "dropped_poisoned"
     plain.replay.close()
     run.replay.close()
 

@@ -17,11 +17,11 @@ from asyncrl.errors import ReplayError
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import metrics_system as m
 from asyncrl.records import ActionSpec, EndReason, Episode, Sampling
-from asyncrl.replay.admission import Expected, RefusedActors, refusal
+from asyncrl.replay.admission import Expected, refusal
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.groups import REFUSED
 from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
-from asyncrl.replay.interface import EpisodeFormat, GroupFailure, GroupGrant, RunStart, SimulatorFormat
+from asyncrl.replay.interface import EpisodeFormat, GroupFailure, GroupGrant, SimulatorFormat
 from asyncrl.replay.replay import Replay
 from support.episodes import make_episode, simulated, with_chain
 from support.replay import next_batch, read_batch
@@ -44,7 +44,7 @@ CONFIG = TrainConfig(
 
 @pytest.fixture
 def replay(tmp_path: Path) -> Iterator[Replay]:
-    replay = open_run_replay(tmp_path, CONFIG, start=RunStart(episodes=FORMAT))
+    replay = open_run_replay(tmp_path, CONFIG, episodes=FORMAT)
     replay.begin("learner", 0)
     replay.hello("actor-0", "first life")
     yield replay
@@ -186,24 +186,32 @@ def test_a_run_whose_actors_are_always_refused_ends_with_the_reason(replay: Repl
             actor.push(make_episode(grant.number, 0, versions=(0,), image=8, actor="inline"))
         return True
 
-    replay.state.limiter._heartbeats.pop("actor-0")  # It never came.
+    del replay.state.limiter.actors["actor-0"]  # It never came.
     learner = InProcessLearnerPort(replay, imagine=lambda: imagine() and False)
     with pytest.raises(ReplayError, match=r"Nothing that the actors imagine is admitted.*pictures of 8 x 8"):
         next_batch(learner, groups=1, version=0, timeout=20.0)
 
 
-def test_an_honest_actor_is_hope_enough() -> None:
-    actors = RefusedActors(after=2)
-    for number in range(9):
-        actors.add("hostile", number, "scores of 7")
-    assert actors.exhausted(["hostile"])
-    assert not actors.exhausted(["hostile", "honest"])
-    actors.add("honest", 9, "a glitch")
-    assert not actors.exhausted(["hostile", "honest"])
-    actors.forget("honest")  # It completed a group.
-    actors.add("honest", 10, "a glitch")
-    assert not actors.exhausted(["hostile", "honest"])
-    assert not actors.exhausted([])
+def test_an_honest_actor_is_hope_enough(replay: Replay) -> None:
+    def refuse(actor: str, times: int) -> None:
+        for _ in range(times):
+            grant = replay.grant(actor)
+            assert grant is not None
+            bad = make_episode(grant.number, 0, versions=(0,), image=8, actor=actor)
+            assert replay.admit(bad).status == "dropped_invalid"
+
+    refuse("actor-0", 9)
+    assert "pictures of 8 x 8" in replay.exhausted_reason
+    replay.hello("honest", "life")
+    assert not replay.exhausted_reason
+    refuse("honest", 7)
+    grant = replay.grant("honest")
+    assert grant is not None
+    for member in (0, 1):
+        made = make_episode(grant.number, member, versions=(0,), actor="honest")
+        assert replay.admit(made).status == "held"
+    refuse("honest", 1)
+    assert not replay.exhausted_reason, "it completed a group"
 
 
 def test_over_sockets_a_refused_actor_goes_on_and_the_learner_ends_when_all_are_refused(

@@ -19,7 +19,7 @@ from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import metrics_system as m
 from asyncrl.replay.replay import Replay
 from support.episodes import make_episode
-from support.replay import open_replay, read_batch
+from support.replay import load, open_replay, read_batch
 
 pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
 HORIZON = 4
@@ -154,8 +154,7 @@ def test_a_resume_knows_the_episodes_whose_files_it_removed(tmp_path: Path) -> N
     replay.begin("first", 1)
     imagine(replay)
     number = min(replay.store.group_files)
-    lost = replay.store.load(number)
-    assert lost is not None
+    lost = load(replay.store, number)
     replay.begin("resumed", 0)
     assert not replay.store.group_files
     assert replay.admit(lost[0]).status == "duplicate"

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ReplayError
+from asyncrl.observability import metrics_system as m
 from asyncrl.replay.group_file import read_group
 from asyncrl.replay.store import EpisodeStore, read_meta
 from support.group_damage import CHANGES, craft_group
 from support.recorded_run import make_run, open_store
+from support.replay import fill, load, open_replay, read_batch
 
 SOUND_BY_ITSELF = {"a negative group number"}
 """What only the store can see: the file has the name of another group."""
@@ -38,12 +40,29 @@ def test_a_file_that_declares_what_it_lacks_goes_to_quarantine(name: str, run_di
             read_group(path)
     warnings = list[str]()
     store = EpisodeStore(run_dir / "replay", group_size=2, max_bytes=10**9, warn=warnings.append)
-    if 2 in store.group_files:
-        assert store.load(2) is None
+    if 2 in store.group_files:  # As who reads it for a batch does.
+        store.put_away(2, "damaged")
     assert sorted(store.group_files) == [0, 1, 3]
     store.close()
     assert [path.name for path in (run_dir / "replay" / "quarantine").iterdir()] == ["group-00000002.h5"]
     assert "moved group-00000002.h5 to" in warnings[0]
+
+
+def test_damage_that_is_found_when_a_group_is_chosen_costs_that_group(tmp_path: Path) -> None:
+    replay = open_replay(tmp_path, per_update=1)
+    replay.begin("learner", 0)
+    for number in range(2):
+        assert replay.grant("actor-0") is not None
+        assert fill(replay, number, (0,)) == ["held", "held"]
+    path = replay.store.group_files[0].path
+    content, frames = path.read_bytes(), load(replay.store, 0)[0].frames.tobytes()
+    path.write_bytes(content.replace(frames, bytes(len(frames))))
+    batch = read_batch(replay, 1, 0)
+    assert batch is not None
+    assert [episode.group_id for episode in batch[0]] == ["00000001"] * 2
+    assert replay.status()[m.DROPPED_INVALID] == 2
+    assert (tmp_path / "quarantine" / path.name).exists()
+    replay.close()
 
 
 NEEDED = ("ledger.log", "lock", "replay.json")

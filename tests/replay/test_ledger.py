@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.replay.events import Ledger, read_entries, read_line, write_line
+from asyncrl.errors import ConfigError
+from asyncrl.replay.events import (
+    Dropped,
+    Ledger,
+    read_entries,
+    read_events,
+    read_line,
+    require_ledger,
+    write_line,
+)
+from asyncrl.storage.atomic import Checksum, begins_with, checksum_of_lines
 
 Lines = list[bytes]
 
@@ -104,6 +114,20 @@ def test_what_is_appended_behind_any_end_is_believed(tmp_path: Path, end: bytes)
         assert len(warnings) == end.count(b"\n")
 
 
+def test_lines_of_earlier_versions_are_read_and_unknown_or_wrong_ones_are_skipped() -> None:
+    old = {"dropped": 3, "status": "dropped_unrecorded", "episodes": 2, "stored": True}
+    unknown = [
+        {"ledger_lost": "0" * 64},
+        {},
+        old | {"episodes": "2"},
+        old | {"status": "held"},
+        {"ready": -9},
+    ]
+    assert list(read_events([*unknown, old])) == [
+        Dropped(dropped=3, status="dropped_invalid", episodes=2, stored=True)
+    ]
+
+
 def test_a_line_that_the_disk_refused_is_not_gone_on_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,3 +145,44 @@ def test_a_line_that_the_disk_refused_is_not_gone_on_from(
         ledger.append(ready=number)
     ledger.close()
     assert read(tmp_path / "ledger.log") == ([0, 1, 2], [])
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "deleted": Path.unlink,
+    "shortened": lambda path: path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2])),
+    "changed": lambda path: path.write_bytes(path.read_bytes().replace(b":2,", b":7,")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_ledger_is_known_by_its_lines_at_the_checkpoint(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "ledger.log"
+    write(path, 4)
+    at_checkpoint = checksum_of_lines(path)
+    write(path, 1, begin=4)
+    path.write_bytes(path.read_bytes() + b'{"torn')
+    require_ledger(path, at_checkpoint)
+    require_ledger(path, None)
+    DAMAGE[damage](path)
+    with pytest.raises(ConfigError, match=r"ledger\.log is not what it was .*--policy"):
+        require_ledger(path, at_checkpoint)
+
+
+def test_only_whole_lines_are_summed_up(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    assert checksum_of_lines(path) is None
+    for content in (b"", b"torn", b"one\n", b"one\ntorn", b"x" * 3_000_000 + b"\ny\ntorn"):
+        path.write_bytes(content)
+        found = checksum_of_lines(path)
+        assert found is not None
+        assert found.bytes == content.rfind(b"\n") + 1
+        assert begins_with(path, found)
+        path.write_bytes(content + b"more\n")
+        assert begins_with(path, found)
+        if found.bytes:
+            path.write_bytes(b"?" + content[1:])
+            assert not begins_with(path, found)
+            path.write_bytes(content[: found.bytes - 1])
+            assert not begins_with(path, found)
+    path.unlink()
+    assert not begins_with(path, Checksum(bytes=1, sha256="0" * 64))

@@ -228,7 +228,7 @@ def test_no_batch_ever_holds_a_decision_beyond_the_lag_bound(
         numbers = [limiter.used, limiter.next_number, sorted(limiter.ready), sorted(limiter.open)]
         return [
             *numbers,
-            {n: closed.status for n, closed in limiter.closed.items()},
+            {n: closed.answer for n, closed in limiter.closed.items()},
             +replay.state.counters.episodes,
         ]
 

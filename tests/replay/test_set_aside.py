@@ -19,7 +19,7 @@ from asyncrl.observability import metrics_system as m
 from asyncrl.records import ActionSpec, Episode
 from asyncrl.replay.client import ZmqLearnerPort
 from asyncrl.replay.group_file import read_group_file
-from asyncrl.replay.interface import EpisodeFormat, RunStart
+from asyncrl.replay.interface import EpisodeFormat
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
 from asyncrl.replay_tools.episodes import read_outcomes
@@ -31,10 +31,8 @@ CONFIG = TrainConfig(
     algorithm=AlgorithmSettings(group_size=2, groups_per_update=1),
     replay=ReplaySettings(max_lag=1, group_timeout=60.0),
 )
-START = RunStart(
-    episodes=EpisodeFormat(
-        image_size=4, action_spec=ActionSpec(), sample={"tokens": ("int32", (8, 7))}, max_decisions=1
-    )
+FORMAT = EpisodeFormat(
+    image_size=4, action_spec=ActionSpec(), sample={"tokens": ("int32", (8, 7))}, max_decisions=1
 )
 
 
@@ -74,7 +72,7 @@ FOREIGN: dict[str, tuple[Callable[[], list[Episode]], str]] = {
 
 def plant(folder: Path, episodes: list[Episode], *, granted: bool = True) -> Path:
     """Complete group 0 as a run does, and write a file for group 1 as no check lets it pass."""
-    replay = open_run_replay(folder, CONFIG, start=START)
+    replay = open_run_replay(folder, CONFIG, episodes=FORMAT)
     replay.begin("before", 0)
     for _ in range(1 + granted):
         assert replay.grant("actor-0") is not None
@@ -88,7 +86,7 @@ def plant(folder: Path, episodes: list[Episode], *, granted: bool = True) -> Pat
 
 def reopened(folder: Path, said: list[str] | None = None) -> Replay:
     lines = said if said is not None else []
-    return open_run_replay(folder, CONFIG, lines.append, start=START)
+    return open_run_replay(folder, CONFIG, lines.append, episodes=FORMAT)
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
@@ -146,7 +144,7 @@ def test_a_kill_between_the_ledger_and_the_move_loses_no_file(
 def test_the_console_of_the_learner_says_it_once(tmp_path: Path, endpoint: str) -> None:
     plant(tmp_path, pair(1, **PICTURES))
     said: list[str] = []
-    with Served(tmp_path, endpoint, CONFIG, START):
+    with Served(tmp_path, endpoint, CONFIG, FORMAT):
         learner = ZmqLearnerPort(endpoint, tell=said.append)
         with pytest.raises(SampleTimeout):
             next_batch(learner, groups=2, version=0, timeout=2.0)
@@ -163,7 +161,7 @@ def test_a_changed_setting_that_the_learner_does_not_need_sets_nothing_aside(tmp
     """After a resume with shorter episodes or other start states, what is stored is used."""
     plant(tmp_path, pair(1))
     other = EpisodeFormat(image_size=4, tasks={"elsewhere": ["lift"]}, max_decisions=1)
-    replay = open_run_replay(tmp_path, CONFIG, start=RunStart(episodes=other))
+    replay = open_run_replay(tmp_path, CONFIG, episodes=other)
     replay.begin("before", 0)
     assert [len(batch) for _ in range(2) if (batch := read_batch(replay, 1, 0))] == [1, 1]
 
@@ -174,7 +172,7 @@ def test_a_resume_in_another_world_sets_aside_what_the_older_one_imagined(
 ) -> None:
     plant(tmp_path, [dataclasses.replace(episode, world_version=3) for episode in pair(1)])
     replay = open_run_replay(
-        tmp_path, CONFIG, start=RunStart(episodes=EpisodeFormat(world_version=world)), warn=lambda line: None
+        tmp_path, CONFIG, episodes=EpisodeFormat(world_version=world), warn=lambda line: None
     )
     replay.begin("before", 0)
     assert [len(batch) for _ in range(1) if (batch := read_batch(replay, 1, 0))] == [1] * kept

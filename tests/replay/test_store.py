@@ -23,7 +23,7 @@ from asyncrl.replay.group_file import read_group, read_group_file
 from support import child_environment
 from support.episodes import assert_same, make_episode, simulated, with_chain
 from support.group_damage import append_footer
-from support.replay import group_of, open_store
+from support.replay import group_of, load, open_store
 
 
 def test_a_group_comes_back_exactly(tmp_path: Path) -> None:
@@ -31,8 +31,7 @@ def test_a_group_comes_back_exactly(tmp_path: Path) -> None:
     store.enter(store.write(3, group_of(3)[::-1]))
     store.close()
     store = open_store(tmp_path)
-    loaded = store.load(3)
-    assert loaded is not None
+    loaded = load(store, 3)
     for one, other in zip(loaded, group_of(3), strict=True):
         assert_same(one, other)
     group_file = store.group_files[3]
@@ -47,8 +46,7 @@ def test_the_sample_of_any_policy_comes_back_exactly(tmp_path: Path) -> None:
         path = store.enter(store.write(3, group)).path
     with closing(open_store(tmp_path)) as store:
         assert store.group_files[3].attributes["schema_version"] == 2
-        loaded = store.load(3)
-    assert loaded is not None
+        loaded = load(store, 3)
     for one, other in zip(loaded, group, strict=True):
         assert_same(one, other)
     (light, _), whole = read_group(path, ("noise_steps", "rewards")), group[0]
@@ -115,7 +113,7 @@ def test_any_hdf5_tool_reads_a_file_without_our_types(tmp_path: Path) -> None:
 def test_checksums_are_verified_on_every_read(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     path = store.enter(store.write(0, group_of(0))).path
-    assert store.load(0) is not None
+    assert load(store, 0)
     whole, found = path.read_bytes(), path.stat()
     for name in ("frames", "tokens"):
         array = group_of(0)[0].frames if name == "frames" else group_of(0)[0].sample["tokens"]
@@ -127,34 +125,23 @@ def test_checksums_are_verified_on_every_read(tmp_path: Path) -> None:
         assert read_group(path, ("rewards",))[0].frames.size == 0, "only arrays that are read are verified"
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "garbage", "flipped"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "garbage"])
 def test_a_damaged_file_goes_to_quarantine_and_the_rest_stays(tmp_path: Path, damage: str) -> None:
     store = open_store(tmp_path)
     whole = store.enter(store.write(0, group_of(0))).path.read_bytes()
     store.enter(store.write(1, group_of(1)))
     store.close()
     path = tmp_path / "group-00000000.h5"
-    frames = group_of(0)[0].frames.tobytes()
-    at = whole.index(frames)
-    path.write_bytes(
-        {
-            "cut": whole[: len(whole) // 2],
-            "empty": b"",
-            "garbage": b"\x89HDF\r\n\x1a\n" + bytes(range(256)) * 4,
-            "flipped": whole[:at] + bytes([frames[0] ^ 1]) + whole[at + 1 :],
-        }[damage]
-    )
+    garbage = b"\x89HDF\r\n\x1a\n" + bytes(range(256)) * 4
+    path.write_bytes({"cut": whole[: len(whole) // 2], "empty": b"", "garbage": garbage}[damage])
     warnings: list[str] = []
     store = open_store(tmp_path, warnings)
     assert 1 in store.group_files
-    if damage == "flipped":  # Found when it is read, not when the folder is opened.
-        assert store.load(0) is None
     assert 0 not in store.group_files
     assert [p.name for p in (tmp_path / "quarantine").iterdir()] == [path.name]
     assert len(warnings) == 1
     assert "damaged" in warnings[0]
-    loaded = store.load(1)
-    assert loaded is not None
+    loaded = load(store, 1)
     assert_same(loaded[1], group_of(1)[1])
 
 
@@ -197,7 +184,7 @@ def test_another_version_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 WRITER = """
 import sys
 from pathlib import Path
-from support.replay import group_of, open_store
+from support.replay import group_of, load, open_store
 store = open_store(Path(sys.argv[1]))
 for number in range(max(store.group_files, default=-1) + 1, 100_000):
     store.enter(store.write(number, group_of(number, image=48)))
@@ -229,8 +216,7 @@ def test_a_writer_killed_at_any_moment_loses_nothing_it_acknowledged(tmp_path: P
         "at most one stored, not yet acknowledged, per kill"
     )
     for number in store.group_files:
-        loaded = store.load(number)
-        assert loaded is not None
+        loaded = load(store, number)
         np.testing.assert_array_equal(loaded[1].video, group_of(number, image=48)[1].video)
 
 
@@ -245,8 +231,7 @@ def test_episodes_of_a_simulator_come_back_exactly_under_the_third_schema_versio
     with closing(open_store(tmp_path)) as store:
         assert store.group_files[3].attributes["schema_version"] == 3
         assert store.group_files[3].attributes["successes"] == 1
-        loaded = store.load(3)
-    assert loaded is not None
+        loaded = load(store, 3)
     for one, other in zip(loaded, group, strict=True):
         assert_same(one, other)
     light, _ = read_group(path, ("rewards",))
@@ -263,8 +248,7 @@ def test_a_file_with_worlds_and_weights_of_an_earlier_version_is_read_without_th
     shutil.copy(stored, tmp_path / "group-00000003.h5")
     with closing(open_store(tmp_path)) as store:
         assert store.group_files[3].world_version == 2
-        loaded = store.load(3)
-    assert loaded is not None
+        loaded = load(store, 3)
     for member, one in enumerate(loaded):
         made = make_episode(3, member, versions=(3, 3), success=True)
         assert_same(one, dataclasses.replace(made, world_version=2))

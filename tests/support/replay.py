@@ -7,7 +7,7 @@ from pathlib import Path
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.sections import ReplaySettings
 from asyncrl.records import Episode, Sampling
-from asyncrl.replay.group_file import GroupFile
+from asyncrl.replay.group_file import GroupFile, read_group
 from asyncrl.replay.interface import GroupGrant, LearnerPort
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.replay import Replay
@@ -110,6 +110,10 @@ def group_of(number: int, image: int = 4) -> list:
 def open_store(folder: Path, warnings: list[str] | None = None, max_bytes: int = 10**9) -> EpisodeStore:
     lines = [] if warnings is None else warnings
     return EpisodeStore(folder, group_size=2, max_bytes=max_bytes, warn=lines.append)
+
+
+def load(store: EpisodeStore, number: int) -> list[Episode]:
+    return read_group(store.group_files[number].path)
 
 
 def read_batch(replay: Replay, groups: int, version: int, request: str = "") -> list[list[Episode]] | None:

@@ -16,7 +16,7 @@ from asyncrl.config.sections import ReplaySettings
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.messaging.wire import Message, decode, encode
 from asyncrl.replay.client import ZmqActorPort
-from asyncrl.replay.interface import NEW_RUN, ActorPort, GroupGrant, RunStart
+from asyncrl.replay.interface import ANY_FORMAT, ActorPort, EpisodeFormat, GroupGrant
 from asyncrl.replay.server import serve_replay
 from support import child_environment
 from support.episodes import make_episode
@@ -44,12 +44,12 @@ class Served:
     """A replay in a thread of this process."""
 
     def __init__(
-        self, folder: Path, endpoint: str, config: TrainConfig = CONFIG, start: RunStart = NEW_RUN
+        self, folder: Path, endpoint: str, config: TrainConfig = CONFIG, episodes: EpisodeFormat = ANY_FORMAT
     ) -> None:
         self.stop_event, ready = threading.Event(), threading.Event()
         self.thread = threading.Thread(
             target=serve_replay,
-            args=(open_run_replay(folder, config, start=start), endpoint),
+            args=(open_run_replay(folder, config, episodes=episodes), endpoint),
             kwargs={"stop_event": self.stop_event, "ready": ready.set},
         )
         self.thread.start()
