@@ -15,7 +15,6 @@ from PIL import Image
 from asyncrl import cli
 from asyncrl.policies.openvla.policy import load_policy
 from asyncrl.replay_tools.episodes import find_group, replay_folder
-from asyncrl.storage.media import movie_suffix
 from asyncrl.worlds.start_states import save_start_states
 from asyncrl.worlds.wan.world import save_world
 from support.tiny_models import GROUP_SIZE, SIZE, start_state, write_models
@@ -122,7 +121,7 @@ def test_another_world_differs_and_that_is_exit_code_1(
     assert all(int(row["frames"]) > 2 for row in found)
 
 
-def test_the_picture_and_the_film_show_stored_and_imagined_frames(
+def test_the_picture_shows_stored_and_imagined_frames(
     recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "again.png"
@@ -139,7 +138,6 @@ def test_the_picture_and_the_film_show_stored_and_imagined_frames(
     ]
     assert len(shown) == 2, "stored, and imagined again beside it"
     assert shown[0][0] == shown[1][0]
-    assert out.with_suffix(movie_suffix()).stat().st_size > 1000
 
 
 @pytest.mark.parametrize(

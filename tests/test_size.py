@@ -13,11 +13,11 @@ ROOT = Path(__file__).parent.parent
 CEILINGS = {
     "": (1010, 8),
     "actors": (1260, 5),
-    "commands": (2945, 14),
+    "commands": (2865, 14),
     "config": (1260, 7),
     "devices": (640, 5),
     "doctor": (1359, 7),
-    "evaluation": (1003, 6),
+    "evaluation": (980, 5),
     "fitting": (4125, 15),
     "launch": (4720, 20),
     "learner": (3470, 16),

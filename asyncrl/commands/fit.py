@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,15 @@ from asyncrl.config.help import subcommands
 from asyncrl.devices.tensors import take_device
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.recordings import FrameFile, Recordings
-from asyncrl.fitting.settings import FitDecoder, FitKeyframes, FitPolicy, FitReward, FitStarts, FitWorld
+from asyncrl.fitting.settings import (
+    FitDecoder,
+    FitKeyframes,
+    FitPolicy,
+    FitReward,
+    FitStarts,
+    FitWorld,
+    FromData,
+)
 from asyncrl.fitting.sources import load_recordings
 from asyncrl.launch.job import read_job
 from asyncrl.storage.assets import policy_folder, start_states_path, world_folder
@@ -23,7 +30,7 @@ from asyncrl.storage.assets import policy_folder, start_states_path, world_folde
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl.fitting.fit_decoder import ImaginedVideos, Likeness
+    from asyncrl.fitting.fit_decoder import ImaginedVideos
     from asyncrl.records import StartState
     from asyncrl.rewards.interface import RewardModel
 
@@ -49,22 +56,15 @@ def main(arguments: list[str]) -> int:
 
     # float32 products round their inputs to TF32 where the GPU can: several times faster.
     torch.set_float32_matmul_precision("high")
-    if isinstance(config, FitDecoder):
-        _fit_decoder(config)
-    elif isinstance(config, FitStarts) and config.pictures:
-        _write_picture_starts(config)
-    else:
-        _fit_recordings(config)
+    fits: dict[type, Callable[[Any], None]] = {FitPolicy: _fit_policy, FitWorld: _fit_world}
+    fits |= {FitReward: _fit_reward, FitStarts: _write_states, FitKeyframes: _write_states}
+    fits.get(type(config), _fit_decoder)(config)
     if read_job().rank == 0:
         print(f"done in {time.monotonic() - began:.0f} s", flush=True)
     return 0
 
 
-def _fit_recordings(config: FitPolicy | FitWorld | FitReward | FitStarts | FitKeyframes) -> None:
-    if isinstance(config, FitWorld) and _fine_tunes_world(config):
-        from asyncrl.launch.fine_tune import check_fine_tuning
-
-        check_fine_tuning(config)  # Before the recordings are read, which may take long.
+def _read(config: FromData) -> Recordings:
     prints = read_job().rank == 0
     if prints:
         print(f"reading {', '.join(map(str, config.data))}", flush=True)
@@ -72,12 +72,10 @@ def _fit_recordings(config: FitPolicy | FitWorld | FitReward | FitStarts | FitKe
     share = recordings.solved().mean()
     if prints:
         print(f"{len(recordings)} episodes, {len(recordings.frames)} frames, {share:.0%} solved", flush=True)
-    fits: dict[type, Any] = {FitPolicy: _fit_policy, FitWorld: _fit_world, FitReward: _fit_reward}
-    fits |= {FitStarts: write_starts, FitKeyframes: _write_keyframes}
-    fits[type(config)](config, recordings)
+    return recordings
 
 
-def _fit_policy(config: FitPolicy, recordings: Recordings) -> None:
+def _fit_policy(config: FitPolicy) -> None:
     import torch
 
     from asyncrl.fitting.fit_models import check_imitable, fit_policy, fresh_policy, write_statistics
@@ -85,7 +83,7 @@ def _fit_policy(config: FitPolicy, recordings: Recordings) -> None:
     from asyncrl.launch.fine_tune import fine_tune_policy
     from asyncrl.policies.openvla.policy import load_policy
 
-    device = take_device(config.device, read_job().local_rank)
+    device, recordings = take_device(config.device, read_job().local_rank), _read(config)
     if config.refine and _fine_tunes_policy(config):
         if told := fine_tune_policy(config, recordings, device, _redrawn(config, recordings, device)):
             print(told, flush=True)
@@ -127,18 +125,20 @@ def _redrawn(config: FitPolicy | FitReward, recordings: Recordings, device: torc
     return world.redraw(recordings)
 
 
-def _fit_world(config: FitWorld, recordings: Recordings) -> None:
+def _fit_world(config: FitWorld) -> None:
     import torch
 
     from asyncrl.fitting.loop import Schedule
     from asyncrl.fitting.world import WorldOptions, check_same_size, fit_class, load_fitted
 
     if _fine_tunes_world(config):
-        from asyncrl.launch.fine_tune import fine_tune_world
+        from asyncrl.launch.fine_tune import check_fine_tuning, fine_tune_world
 
-        if line := fine_tune_world(config, recordings):
+        check_fine_tuning(config)  # Before the recordings are read, which may take long.
+        if line := fine_tune_world(config, _read(config)):
             print(line, flush=True)
         return
+    recordings = _read(config)
     torch.manual_seed(config.seed)
     device = take_device(config.device)
     options = WorldOptions(context_sigma=config.context_sigma, camera=config.camera)
@@ -176,13 +176,14 @@ def _fine_tunes_world(config: FitWorld) -> bool:
     return is_published(folder) and can_fine_tune(folder)
 
 
-def _fit_reward(config: FitReward, recordings: Recordings) -> None:
+def _fit_reward(config: FitReward) -> None:
     import torch
 
     from asyncrl.fitting.fit_models import fit_reward, fresh_reward
     from asyncrl.fitting.loop import Schedule
     from asyncrl.rewards.resnet import save_reward
 
+    recordings = _read(config)
     torch.manual_seed(config.seed)
     device = take_device(config.device)
     reward = fresh_reward(config.size, recordings, device)
@@ -194,32 +195,20 @@ def _fit_reward(config: FitReward, recordings: Recordings) -> None:
     print(f"reward model in {config.world}: cross-entropy {loss:.4f}")
 
 
-def write_starts(config: FitStarts, recordings: Recordings) -> None:
-    """Write first frames of episodes as start states."""
-    from asyncrl.fitting.starts import first_states
-
-    _save_states(first_states(recordings, config.count), "start states", config.out)
-
-
-def _write_picture_starts(config: FitStarts) -> None:
-    from asyncrl.fitting.starts import picture_starts
-
-    pictures, instructions = Path(config.pictures), Path(config.instructions)
-    states = picture_starts(pictures, instructions, config.dataset, config.count)
-    _save_states(states, "start states", config.out)
-
-
-def _write_keyframes(config: FitKeyframes, recordings: Recordings) -> None:
-    from asyncrl.fitting.starts import keyframe_states
-
-    _save_states(keyframe_states(recordings, config.count), "key frames", config.out)
-
-
-def _save_states(states: Sequence[StartState], what: str, out: Path) -> None:
+def _write_states(config: FitStarts | FitKeyframes) -> None:
+    from asyncrl.fitting import starts
     from asyncrl.worlds.start_states import save_start_states
 
-    save_start_states(out, states)
-    print(f"{len(states)} {what} of {len({state.task for state in states})} tasks in {out}")
+    what = "start states"
+    if isinstance(config, FitKeyframes):
+        states, what = starts.keyframe_states(_read(config), config.count), "key frames"
+    elif config.pictures:
+        pictures, instructions = Path(config.pictures), Path(config.instructions)
+        states = starts.picture_starts(pictures, instructions, config.dataset, config.count)
+    else:
+        states = starts.first_states(_read(config), config.count)
+    save_start_states(config.out, states)
+    print(f"{len(states)} {what} of {len({state.task for state in states})} tasks in {config.out}")
 
 
 def _fit_decoder(config: FitDecoder) -> None:
@@ -245,7 +234,13 @@ def _fit_decoder(config: FitDecoder) -> None:
     made = {name: getattr(config, name) for name in ("episodes", "decisions", "steps", "batch", "seed")}
     made |= {"learning_rate": config.learning_rate, "loss": round(loss, 5)} | likeness.as_dict()
     write_decoder(out, decoder.to(torch.bfloat16), world, made)
-    print(report(likeness, len(held_out), config.threshold))
+    print(f"against the full decoder on {len(held_out)} held-out episodes:")
+    print(f"  PSNR {likeness.psnr:.2f} dB, worst hundredth of the frames below {likeness.worst_psnr:.2f} dB")
+    if reward is not None:
+        print(
+            f"  same verdict (threshold {config.threshold}) on {likeness.same_verdict:.2%} of the frames and "
+            f"{likeness.same_outcome:.1%} of the episodes, of which {likeness.success:.1%} succeed"
+        )
     print(f"tiny decoder in {out}")
 
 
@@ -288,17 +283,3 @@ def _reward_in(folder: Path, tasks: set[str], device: torch.device) -> RewardMod
     except CheckpointError as error:
         print(f"The agreement of verdicts is not measured: {error}", flush=True)
         return None
-
-
-def report(likeness: Likeness, episodes: int, threshold: float) -> str:
-    """Format the figures as lines."""
-    lines = [
-        f"against the full decoder on {episodes} held-out episodes:",
-        f"  PSNR {likeness.psnr:.2f} dB, worst hundredth of the frames below {likeness.worst_psnr:.2f} dB",
-    ]
-    if not math.isnan(likeness.same_verdict):
-        lines.append(
-            f"  same verdict (threshold {threshold}) on {likeness.same_verdict:.2%} of the frames and "
-            f"{likeness.same_outcome:.1%} of the episodes, of which {likeness.success:.1%} succeed"
-        )
-    return "\n".join(lines)

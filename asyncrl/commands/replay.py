@@ -22,14 +22,7 @@ from asyncrl.records import Episode, StartState
 from asyncrl.replay_tools.cleanup import Compact, Prune
 from asyncrl.replay_tools.episodes import ReplayCommand, find_group
 from asyncrl.replay_tools.export import Export
-from asyncrl.replay_tools.pictures import (
-    Comparison,
-    Sheet,
-    Video,
-    comparison_sheet,
-    comparison_table,
-    stored_film,
-)
+from asyncrl.replay_tools.pictures import Comparison, Sheet, Video, comparison_sheet, comparison_table
 from asyncrl.replay_tools.tables import ListEpisodes, Show, Stats
 from asyncrl.replay_tools.verify import Verify
 from asyncrl.storage.media import require_png
@@ -39,8 +32,6 @@ if TYPE_CHECKING:
 
     from asyncrl.config.run import TrainConfig
 
-FRAMES_PER_SECOND = 10
-
 
 @dataclass(frozen=True, kw_only=True)
 class Imagine(ReplayCommand):
@@ -49,8 +40,7 @@ class Imagine(ReplayCommand):
     group: Annotated[int, tyro.conf.Positional, tyro.conf.arg(metavar="GROUP")]
     """Its number."""
     out: Path = Path()
-    """File to write, ending in .png: the final frames next to those imagined again. The whole film goes into
-    one of the same name, .mp4 or .gif. Left out: the table only."""
+    """File to write, ending in .png: the final frames next to those imagined again. Left out: the table."""
     rows: Annotated[int, AtLeast(0, "it counts rows.", "Use 0 for those of the run.", highest=4096)] = 0
     """Rows of every pass of the models: 1 is every member alone. 0: with --imagination.fixed-shape as many as
     in the run, else the members that go on."""
@@ -73,14 +63,13 @@ class Imagine(ReplayCommand):
 
     def run(self) -> int:
         """Print the table and draw the picture; 1 if a member differs."""
-        episodes = find_group(self.folder, self.group)
-        run = self._run_folder()
-        config = self._settings(run)
         from asyncrl.devices.tensors import take_device
-        from asyncrl.evaluation.reimagine import imagine_again
-        from asyncrl.launch.environment import build_world_model
+        from asyncrl.evaluation.audit import imagine_group
+        from asyncrl.launch.environment import build_world_model, rows_of_a_pass
         from asyncrl.storage.assets import simulator_named
 
+        episodes = find_group(self.folder, self.group)
+        run, config = self._run()
         if simulator_named(config.world):
             raise ConfigError(
                 f"the episodes of group {self.group} were played in the simulator {config.world}, so there "
@@ -89,83 +78,57 @@ class Imagine(ReplayCommand):
         device = take_device(self.device)
         world, reward, starts = build_world_model(config, device)
         start = _start_of(episodes, starts)
-        rows, why = self._rows_of_a_pass(config, len(episodes))
         print(f"group {self.group}: {start.task}, from start state {start.name}, {len(episodes)} members")
         others = {episode.world_version for episode in episodes} - {world.version}
         note = f", but the group's was {min(others)}: it cannot come out the same" if others else ""
         print(f"world {config.world}, version {world.version}{note}")
         logprobs = _logprobs(run, config, episodes, device)
+        rows, why = self.rows, f"{self.rows} (--rows)"
+        if not rows and config.imagination.fixed_shape:
+            rows = rows_of_a_pass(config)
+            why = f"{rows}, as in the run (--imagination.fixed-shape)"
+        elif not rows:
+            why = f"{len(episodes)} and fewer; the run's varied, which shows in the last digits"
         print(f"rows of a pass: {why}\n")
+        imagined = imagine_group(world, reward, start, episodes, rows=rows)
         found = [
             Comparison(
                 episode=episode,
-                video=np.concatenate(again.frames),
-                scores=np.stack(again.scores),
+                video=video,
+                scores=scores,
                 logprobs=of_policy,
                 threshold=config.actor.success_threshold,
                 success_frames=config.success_frames,
             )
-            for episode, again, of_policy in zip(
-                episodes, imagine_again(world, reward, start, episodes, rows=rows), logprobs, strict=True
-            )
+            for episode, (video, scores), of_policy in zip(episodes, imagined, logprobs, strict=True)
         ]
         print(comparison_table(found))
         verdicts = [one.verdict for one in found]
         counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in dict.fromkeys(verdicts))
         print(f"{len(found)} members: {counts}")
         if self.out != Path():
-            self._draw(found)
+            comparison_sheet(found).save(self.out)
+            print(f"{self.out}: stored final frames, those imagined again, and differences")
         return int("differs" in verdicts)
 
-    def _run_folder(self) -> Path:
-        for folder in (self.path, self.folder.parent):
-            if (folder / "config.json").is_file():
-                return folder
-        raise ConfigError(
-            f"{self.path} has no config.json, so it is not known with what its groups were imagined. Give a "
-            "run's folder."
-        )
-
-    def _settings(self, run: Path) -> TrainConfig:
-        """Read the run's settings; parts that are named here replace its own."""
+    def _run(self) -> tuple[Path, TrainConfig]:
+        """Return the run's folder and settings; parts that are named here replace its own."""
         from asyncrl.config.loading import load_file
         from asyncrl.config.run import TrainConfig
         from asyncrl.launch.named_models import refuse_foreign_code
         from asyncrl.registry import MODELS
 
+        folders = (self.path, self.folder.parent)
+        run = next((folder for folder in folders if (folder / "config.json").is_file()), None)
+        if run is None:
+            raise ConfigError(
+                f"{self.path} has no config.json, so it is not known with what its groups were imagined. "
+                "Give a run's folder."
+            )
         given: Any = {name: text for name in (*MODELS, "start_states") if (text := getattr(self, name))}
         config = replace(load_file(run / "config.json"), **given)
         refuse_foreign_code(config, TrainConfig(**given), str(run / "config.json"), MODELS)
-        return config
-
-    def _rows_of_a_pass(self, config: TrainConfig, members: int) -> tuple[int, str]:
-        """Return the number of rows, 0 for the members that go on, and its reason."""
-        from asyncrl.launch.environment import rows_of_a_pass
-
-        if self.rows:
-            return self.rows, f"{self.rows} (--rows)"
-        if config.imagination.fixed_shape:
-            rows = rows_of_a_pass(config)
-            return rows, f"{rows}, as in the run (--imagination.fixed-shape)"
-        return 0, f"{members} and fewer; the run's varied, which shows in the last digits"
-
-    def _draw(self, found: Sequence[Comparison]) -> None:
-        from asyncrl.evaluation.contact_sheet import JudgedEpisode, movie
-        from asyncrl.storage.media import movie_suffix, write_movie
-
-        comparison_sheet(found).save(self.out)
-        rows = []
-        for one in found:
-            truth = stored_film(one.episode)
-            solved_at = len(truth) - 1 if one.episode.success else None
-            imagined = np.concatenate([one.episode.frames[:1], one.video])
-            rows.append(
-                JudgedEpisode(task=one.episode.task, truth=truth, solved_at=solved_at, imagined=imagined)
-            )
-        film, titles = self.out.with_suffix(movie_suffix()), ("stored", "again")
-        write_movie(film, movie(rows, "stored episodes, imagined again", titles), rate=FRAMES_PER_SECOND)
-        print(f"{self.out}: stored final frames, those imagined again, and differences")
-        print(f"{film}: stored at the left, imagined again at the right")
+        return run, config
 
 
 def _start_of(episodes: Sequence[Episode], starts: Sequence[StartState]) -> StartState:
@@ -190,7 +153,7 @@ def _logprobs(
     run: Path, config: TrainConfig, episodes: Sequence[Episode], device: torch.device
 ) -> list[np.ndarray]:
     """Compute the log-probs of the stored samples by the policies that are left; print which are."""
-    from asyncrl.evaluation.reimagine import logprobs_again
+    from asyncrl.evaluation.audit import logprobs_again
     from asyncrl.launch.named_models import load_policy_version
     from asyncrl.storage import checkpoint
 

@@ -26,19 +26,9 @@ from asyncrl.replay.group_file import read_group_file
 from asyncrl.replay.store import PATTERN
 from asyncrl.replay_tools.cleanup import expendable
 from asyncrl.replay_tools.episodes import NOTHING, read_outcomes, sound, table, warn, watched
-from asyncrl.storage import run_owner
+from asyncrl.storage import run_folder, run_owner
 from asyncrl.storage.assets import kept
-from asyncrl.storage.run_folder import (
-    LEFT_BY_EVALUATOR,
-    METRICS,
-    State,
-    is_run,
-    is_whole,
-    newest_rows,
-    runs_in,
-    settings_of,
-    summarise,
-)
+from asyncrl.storage.run_folder import State, summarise
 from asyncrl.storage.run_owner import FolderInUse
 from asyncrl.storage.untrusted import kind_of, remove
 
@@ -57,7 +47,7 @@ class _Look(Bounded):
     """Print JSON: a list with more digits, sizes in bytes."""
 
     def runs(self) -> list[Path]:
-        return list(runs_in(self.folder.expanduser()))
+        return run_folder.runs_in(self.folder.expanduser())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +84,7 @@ class Gc(_Look):
             ]
             print(json.dumps(rows, indent=2), flush=True)
         else:
-            print(self._text(states, found), flush=True)
+            self._print(states, found)
         left = [one.path for _, one in listed if one.path.exists()] if self.yes else []
         for path in left:
             warn(f"{path} could not be deleted. Delete it as its owner.")
@@ -113,19 +103,19 @@ class Gc(_Look):
                 warn(str(error))
         return list(leftovers_of(run, state, self.keep_checkpoints))
 
-    def _text(self, states: Mapping[Path, State], found: Mapping[Path, Sequence[Leftover]]) -> str:
+    def _print(self, states: Mapping[Path, State], found: Mapping[Path, Sequence[Leftover]]) -> None:
         rows = [("run", "state", "what", "number", "MB")]
         for run, leftovers in found.items():
             for kind in (GROUPS, OLDER, UNFINISHED):
                 if sizes := [one.nbytes for one in leftovers if one.kind == kind]:
                     rows.append((run.name, states[run].value, kind, str(len(sizes)), _mb(sum(sizes))))
-        total = sum(one.nbytes for leftovers in found.values() for one in leftovers)
-        lines = [table(rows)] if len(rows) > 1 else []
+        if len(rows) > 1:
+            print(table(rows))
         if running := [run.name for run, state in states.items() if state is State.RUNNING]:
-            lines.append(f"left alone, for it runs: {', '.join(running)}")
+            print(f"left alone, for it runs: {', '.join(running)}")
+        total = sum(one.nbytes for leftovers in found.values() for one in leftovers)
         hint = "; --yes does it" if total and not self.yes else ""
-        verb = "deleted" if self.yes else "would free"
-        return "\n".join([*lines, f"{verb} {_mb(total)} MB in {self.folder}{hint}"])
+        print(f"{'deleted' if self.yes else 'would free'} {_mb(total)} MB in {self.folder}{hint}", flush=True)
 
 
 def leftovers_of(run: Path, state: State, keep: int) -> Iterator[Leftover]:
@@ -148,10 +138,10 @@ def _checkpoints(folder: Path, keep: int) -> Iterator[Leftover]:
     paths = [path for path in sorted(folder.iterdir()) if kind_of(path) == "a folder"]
     for path in paths:
         unfinished = path.suffix == _PART and _CHECKPOINT.fullmatch(path.stem)
-        if unfinished or path.name in LEFT_BY_EVALUATOR:
+        if unfinished or path.name in run_folder.LEFT_BY_EVALUATOR:
             yield Leftover(path=path, kind=UNFINISHED, nbytes=folder_bytes(path, freed=True))
     complete = sorted((int(match[1]), path) for path in paths if (match := _CHECKPOINT.fullmatch(path.name)))
-    if complete and not is_whole(newest := complete[-1][1]):
+    if complete and not run_folder.is_whole(newest := complete[-1][1]):
         warn(f"{newest} is not whole, so that the checkpoints before it stay")
         return
     named = {path.resolve() for path in folder.iterdir() if path.is_symlink()}
@@ -161,12 +151,7 @@ def _checkpoints(folder: Path, keep: int) -> Iterator[Leftover]:
 
 
 def folder_bytes(folder: Path, *, freed: bool = False) -> int:
-    """Sum the sizes of all files of a folder; a file with two names there counts once.
-
-    Args:
-        freed: Count only the bytes that deletion frees: no file with a name elsewhere, as of the best
-            checkpoint.
-    """
+    """Sum the sizes of a folder's files, each once; if `freed`, without those that have a name elsewhere."""
     sizes: dict[tuple[int, int], int] = {}
     for above, _, names in os.walk(folder):
         for name in names:
@@ -220,7 +205,7 @@ class List(_Look):
         for run in runs:
             rates = (run.imagined_success, run.true_success)
             shares = [NOTHING if rate is None else f"{rate:.1%}" for rate in rates]
-            place = (run.path.name, when(run.started), run.state.value, f"{run.version}/{run.updates}")
+            place = (run.path.name, _when(run.started), run.state.value, f"{run.version}/{run.updates}")
             rows.append((*place, *shares, _mb(folder_bytes(run.path))))
         print(table(rows, ("started",)) if runs else f"There are no runs in {self.folder}.")
         for run in runs:
@@ -246,35 +231,30 @@ class Compare(Bounded):
         if len(runs) < 2:
             raise ConfigError("One run cannot be compared. Name two or more: asyncrl runs compare A B")
         for path in runs:
-            if not is_run(path):
+            if not run_folder.is_run(path):
                 raise ConfigError(
                     f"{path} is not the folder of a run: it has no config.json. Check the path."
                 )
-        settings = differing([dict(_flat(settings_of(path))) for path in runs])
-        found = [measured | update for update, measured in (newest_rows(path / METRICS) for path in runs)]
-        metrics = self._metrics(found)
+        settings = _columns([dict(_flat(run_folder.settings_of(path))) for path in runs])
+        settings = {name: row for name, row in settings.items() if any(value != row[0] for value in row)}
+        newest = [run_folder.newest_rows(path / run_folder.METRICS) for path in runs]
+        metrics = _columns([measured | update for update, measured in newest])
+        shown = dict.fromkeys(["step", *(metric.name for metric in COMPARED), *(metrics if self.all else ())])
+        metrics = {name: metrics[name] for name in shown if name in metrics}
+        names = [str(path) for path in runs]
         if self.json:
-            names = [str(path) for path in runs]
             print(json.dumps({"runs": names, "settings": settings, "metrics": metrics}, indent=2))
             return 0
-        names = [path.name for path in runs]
-        names = names if len(set(names)) == len(names) else [str(path) for path in runs]
+        if len({path.name for path in runs}) == len(runs):
+            names = [path.name for path in runs]
         for title, values, nothing in (
             ("setting", settings, "The settings are the same."),
             ("last", metrics, "There are no metrics yet."),
         ):
             rows = [(name, *map(_text, of_runs)) for name, of_runs in values.items()]
-            print(("\n" if title == "last" else "") + (table([(title, *names), *rows]) if rows else nothing))
+            text = table([(title, *names), *rows]) if rows else nothing
+            print(text if title == "setting" else f"\n{text}")
         return 0
-
-    def _metrics(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-        names = dict.fromkeys(["step", *(metric.name for metric in COMPARED)])
-        if self.all:
-            names = dict.fromkeys([*names, *(name for row in rows for name in row if name != "time")])
-        columns = {name: [row.get(name) for row in rows] for name in names}
-        return {
-            name: values for name, values in columns.items() if any(value is not None for value in values)
-        }
 
 
 COMMANDS: Final = {"list": List, "compare": Compare, "gc": Gc}
@@ -289,15 +269,13 @@ def main(arguments: list[str]) -> int:
     return wanted.run()
 
 
-def differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the settings that differ between runs; None stands for one that a run does not have."""
-    names = dict.fromkeys(name for of_run in settings for name in of_run if name not in ("run_dir", "resume"))
-    values = {name: [of_run.get(name) for of_run in settings] for name in names}
-    return {name: row for name, row in values.items() if any(value != row[0] for value in row)}
+def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the values of all runs by name; None stands for one that a run does not have."""
+    names = dict.fromkeys(name for row in rows for name in row if name not in ("run_dir", "resume", "time"))
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
-def when(seconds: float) -> str:
-    """Write a time in at most 11 columns: with the time of day, or long ago with the year."""
+def _when(seconds: float) -> str:
     pattern = "%m-%d %H:%M" if 0 <= time.time() - seconds < LONG_AGO else "%Y-%m-%d"
     return time.strftime(pattern, time.localtime(seconds))
 

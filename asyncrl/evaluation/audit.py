@@ -1,4 +1,4 @@
-"""Compare the imagined episodes of a policy with the true outcome of the same actions.
+"""Compare imagined episodes with the true outcome of the same actions; imagine a stored group once more.
 
 Policy, world and reward model act as in training, closed loop; the simulator then plays the same actions from
 the same start, for as many decisions. Where the verdicts differ, the imagination was wrong.
@@ -23,7 +23,7 @@ from asyncrl.evaluation.evaluate import SuccessRate
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy, SamplingParams
-from asyncrl.records import StartState
+from asyncrl.records import Episode, StartState
 from asyncrl.rewards.interface import RewardModel, deciding_step
 from asyncrl.seeds import episode_seed, noise_seed, sampling_seed
 from asyncrl.simulators.pool import SimulatorPool
@@ -278,3 +278,57 @@ def metrics_of(audit: Audit) -> dict[Metric, float]:
     if audit.psnr:
         values[m.AUDIT_PSNR] = math.fsum(audit.psnr) / len(audit.psnr)
     return values
+
+
+# --- a stored group once more ---
+
+
+@torch.inference_mode()
+def imagine_group(
+    world: World[Any], reward: RewardModel, start: StartState, episodes: Sequence[Episode], *, rows: int = 0
+) -> list[tuple[NDArray[np.uint8], NDArray[np.float32]]]:
+    """Imagine stored actions again with the stored noise: frames ``[N * C, H, W, 3]`` and scores ``[N, C]``.
+
+    Args:
+        rows: Of every pass; fewer are filled up with copies of the first. 0: all members that go on.
+    """
+    size = rows or len(episodes)
+    parts = [episodes[first : first + size] for first in range(0, len(episodes), size)]
+    return [found for part in parts for found in _imagine_members(world, reward, start, part, rows)]
+
+
+def _imagine_members(
+    world: World[Any], reward: RewardModel, start: StartState, episodes: Sequence[Episode], rows: int
+) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.float32]]]:
+    drawn: list[list[NDArray[np.uint8]]] = [[] for _ in episodes]
+    scored: list[list[NDArray[np.float32]]] = [[] for _ in episodes]
+    decisions = max(len(episode.actions) for episode in episodes)
+    in_state = list(range(max(rows, len(episodes))))
+    state = world.start([start] * len(in_state), decisions=decisions)
+    for n in range(decisions):
+        going_on = [member for member, episode in enumerate(episodes) if n < len(episode.actions)]
+        members = going_on + going_on[:1] * (rows - len(going_on))
+        if members != in_state:
+            state = state.select([in_state.index(member) for member in members])
+        actions_BCA = torch.from_numpy(np.stack([episodes[member].actions[n] for member in members]))
+        seeds = [int(episodes[member].noise_seeds[n]) for member in members]
+        frames, state = world.imagine(state, actions_BCA.to(world.device), seeds)
+        scores_BC = reward.score(frames, [start.task] * len(members)).cpu().numpy()
+        frames_BCHW3, in_state = frames.cpu().numpy(), members
+        for row, member in enumerate(going_on):
+            drawn[member].append(frames_BCHW3[row])
+            scored[member].append(scores_BC[row])
+    for frames_of_one, scores_of_one in zip(drawn, scored, strict=True):
+        yield np.concatenate(frames_of_one), np.stack(scores_of_one)
+
+
+@torch.no_grad()
+def logprobs_again(policy: Policy, episode: Episode, decisions: Sequence[int]) -> NDArray[np.float32]:
+    """Compute a policy's log-probs ``[len(decisions), C, A]`` in nats of stored samples of some decisions."""
+    chosen = list(decisions)
+    inputs = policy.preprocess(episode.frames[chosen], [episode.task] * len(chosen))
+    sample = {
+        name: torch.from_numpy(array[chosen]).to(policy.device) for name, array in episode.sample.items()
+    }
+    sampling = SamplingParams(temperature=episode.temperature, top_k=episode.top_k)
+    return policy.evaluate(inputs, sample, sampling).logprob.float().cpu().numpy()

@@ -191,12 +191,10 @@ def judged_sheet(episodes: Sequence[JudgedEpisode], title: str) -> Image.Image:
     return in_columns([[_row(episode) for episode in episodes]], [title])
 
 
-def movie(
-    episodes: Sequence[JudgedEpisode], title: str, names: tuple[str, str] = ("true", "imagined")
-) -> Iterator[NDArray[np.uint8]]:
-    """Draw the frames of `write_judged_movie`, with names of the two halves."""
+def movie(episodes: Sequence[JudgedEpisode], title: str) -> Iterator[NDArray[np.uint8]]:
+    """Draw the frames of `write_judged_movie`."""
     for step in range(max(len(episode.truth) for episode in episodes)):
-        tiles = [_tile(episode, step, names) for episode in episodes]
+        tiles = [_tile(episode, step) for episode in episodes]
         columns = [tiles[first::_COLUMNS] for first in range(_COLUMNS)]
         yield np.asarray(in_columns(columns, [title, *[""] * (_COLUMNS - 1)]))
 
@@ -230,15 +228,15 @@ def _row(episode: JudgedEpisode) -> Image.Image:
     return captioned(in_row(parts, 4), lines, edge=episode.edge)
 
 
-def _tile(episode: JudgedEpisode, step: int, names: tuple[str, str]) -> Image.Image:
+def _tile(episode: JudgedEpisode, step: int) -> Image.Image:
     true_step = min(step, len(episode.truth) - 1)
     solved = episode.solved_at is not None and step >= episode.solved_at
-    halves = [_half(episode.truth[true_step], names[0], solved)]
+    halves = [_half(episode.truth[true_step], "true", solved)]
     lines = [episode.task, f"step {true_step}"]
     if len(episode.imagined):
         judged = episode.judged_at is not None and step >= episode.judged_at
         imagined_step = episode.shown_step if judged else true_step
-        halves.append(_half(episode.imagined[imagined_step], names[1], judged))
+        halves.append(_half(episode.imagined[imagined_step], "imagined", judged))
         if episode.scores is not None:
             lines[1] += f"   score {episode.scores[imagined_step]:.2f}"
     over = step >= len(episode.truth) - 1

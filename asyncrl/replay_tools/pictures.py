@@ -290,18 +290,6 @@ def comparison_sheet(found: Sequence[Comparison]) -> Image.Image:
     return in_columns(columns, [head, head])
 
 
-def stored_film(episode: Episode) -> NDArray[np.uint8]:
-    """Return what is stored of an episode's frames: what it began with, then one per step.
-
-    ``[M + 1, H, W, 3]`` uint8. Where the video was not kept, an observation stands until the next one.
-    """
-    if len(episode.video):
-        return np.concatenate([episode.frames[:1], episode.video])
-    observations = np.concatenate([episode.frames, episode.final_frame[None]])
-    steps = episode.success_scores.shape[1]
-    return observations[np.arange(episode.success_scores.size + 1) // steps]
-
-
 def _tile(found: Comparison) -> Image.Image:
     stored, again = found.episode.final_frame, found.video[-1]
     difference = np.abs(stored.astype(np.int16) - again) * AMPLIFIED

@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.commands.fit import write_starts
+from asyncrl.commands.fit import main as fit
 from asyncrl.errors import AssetError, ConfigError
 from asyncrl.fitting.fit_models import fit_policy, shown_to
 from asyncrl.fitting.loop import BatchSource, Schedule
 from asyncrl.fitting.recordings import FrameFile, Recordings, cache_folder
-from asyncrl.fitting.settings import FitStarts
 from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.wan import encode_recordings, redraw, windows
 from asyncrl.fitting.world import average_pictures, reconstruction_loss
@@ -201,7 +200,8 @@ def test_start_states_are_first_frames_of_all_tasks_and_told_apart(tmp_path: Pat
     recordings = load_recordings([tmp_path / "data0", tmp_path / "data1"])
     for chosen in ([0, 4, 7, 11], list(range(12))):
         file = tmp_path / f"starts{len(chosen)}.h5"
-        write_starts(FitStarts(data=(tmp_path,), out=file, count=len(chosen)), recordings)
+        data = [str(tmp_path / "data0"), str(tmp_path / "data1")]
+        assert fit(["starts", "--data", *data, "--out", str(file), "--count", str(len(chosen))]) == 0
         states = load_start_states(file, keyframes=False, image_size=16)
         assert len({state.name for state in states}) == len(chosen)
         for state, episode in zip(states, chosen, strict=True):
