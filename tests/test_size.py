@@ -30,7 +30,7 @@ CEILINGS = {
     "simulators": (4215, 22),
     "storage": (2435, 10),
     "weights": (2340, 12),
-    "worlds": (5840, 25),
+    "worlds": (5550, 24),
 }
 """Package (empty: the top level) -> most lines and modules."""
 MOST_TEST_LINES = 48_715

@@ -115,7 +115,7 @@ class EvacFit(FrameByFrameFit):
             camera=camera_of(recordings.simulator, options.camera),
             motions=measured_motions(recordings),
         )
-        networks = EvacNetworks.build(config)
+        networks = EvacNetworks(config)
         prepare_poses(networks.pose_model, recordings.poses)
         return cls(EvacWorld(networks, config))
 

@@ -24,7 +24,7 @@ from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.records import StartState
 from asyncrl.rewards.interface import RewardModel
 from asyncrl.seeds import recorded_noise_seed
-from asyncrl.worlds.wan.tiny_decoder import Decoder, TinyDecoder, TinyDecoderConfig, save_decoder
+from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, TinyDecoderConfig, save_decoder
 from asyncrl.worlds.wan.world import WanWorld
 
 
@@ -59,7 +59,7 @@ class ImaginedVideos:
 class Recorder:
     """Stands in for a decoder and keeps its latents and frames."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Any) -> None:
         self.decoder = decoder
         self.latents: list[Tensor] = []
         self.frames: list[Tensor] = []

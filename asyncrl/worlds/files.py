@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
+from types import MappingProxyType
 from typing import Any, ClassVar, Final, NamedTuple, Self
 
 import numpy as np
@@ -22,11 +23,12 @@ from torch import Tensor, nn
 
 from asyncrl import registry
 from asyncrl.config.sections import ImaginationSettings, WorldDefaults
+from asyncrl.devices.float8 import check_device, saved_bytes, use_float8
 from asyncrl.devices.streams import CudaGraphed
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.records import ACTION_DIM, ActionSpec, ModelSummary, SlotBytes
 from asyncrl.storage.atomic import copy_others, read_json, replacing, write_json
-from asyncrl.storage.tensor_files import INDEX, TensorFiles, header_names
+from asyncrl.storage.tensor_files import INDEX, TensorFiles, check_fit, fill, header_names
 from asyncrl.storage.untrusted import check_sizes, check_types
 from asyncrl.worlds.interface import State
 from asyncrl.worlds.slots import imagine_full
@@ -36,7 +38,7 @@ FORMAT: Final = "asyncrl-world-2"
 _OLD_FORMAT: Final = "asyncrl-world-1"
 """Had all sizes in world.json, and layouts of its own; `convert_world` reads it."""
 AS_SAVED: Final = ImaginationSettings()  # Settings that change nothing of a folder.
-EXACT: Final = torch.float32
+NO_SETTINGS: Final[Mapping[str, Any]] = MappingProxyType({})
 MAX_DECISIONS: Final = 32  # 256 steps, the length of episodes in RLinf's files for its worlds.
 _SHARD: Final = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
 TEMPERATURE: Final = 1.6  # At which RLinf's GRPO samples the policy in its worlds.
@@ -144,50 +146,26 @@ def _recognised(folder: Path) -> tuple[str, dict[str, str]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightTypes:
-    """Types of a world's weights once loaded."""
-
-    dtype: torch.dtype
-    """Type of nearly all weights, and of the computation."""
-    exact: frozenset[str] = frozenset()
-    """Names of weights, in any of the networks, that are float32 all the same."""
-
-    def nbytes(self, network: nn.Module) -> int:
-        """Return the bytes that the parameters of a network will take; it may be on device meta."""
-        return sum(
-            parameter.numel() * (EXACT if name in self.exact else self.dtype).itemsize
-            for name, parameter in network.named_parameters()
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class WorldFolder:
-    """A world on disk without its weights."""
-
-    EXACT_WEIGHTS: ClassVar[frozenset[str]] = frozenset()
-    """See `WeightTypes.exact`: rounded, these weights would mean something else."""
+    """A world on disk without its weights, and the settings to load it with."""
 
     folder: Path
+    settings: ImaginationSettings
     image_size: int
     schedule_steps: int
     """Network calls per decision."""
     version: int
     published: bool
     """True if the folder has no world.json."""
+    action_dim: int = ACTION_DIM
+    """Numbers per action."""
 
     @property
-    def action_dim(self) -> int:
-        """Numbers per action."""
-        return ACTION_DIM
+    def dtype(self) -> torch.dtype:
+        """Type of nearly all weights: published worlds compute in bfloat16, fitted ones in float32."""
+        return torch.bfloat16 if self.published or self.settings.precision == "bf16" else torch.float32
 
-    def types(self, settings: ImaginationSettings = AS_SAVED) -> WeightTypes:
-        """Return the types of weights: published worlds compute in bfloat16, fitted ones in float32."""
-        if self.published:
-            return WeightTypes(dtype=torch.bfloat16)
-        dtype = torch.bfloat16 if settings.precision == "bf16" else EXACT
-        return WeightTypes(dtype=dtype, exact=self.EXACT_WEIGHTS)
-
-    def defaults(self, settings: ImaginationSettings = AS_SAVED) -> WorldDefaults:
+    def defaults(self) -> WorldDefaults:
         """Return the settings of episodes for a run that sets none; published: those of RLinf."""
         if not self.published:
             return WorldDefaults(source="the world's folder", steps=self.schedule_steps)
@@ -198,13 +176,65 @@ class WorldFolder:
             temperature=TEMPERATURE,
         )
 
-    def check(self, settings: ImaginationSettings = AS_SAVED) -> int:
+    def check(self) -> int:
         """Check that all tensors are there and fit; return the bytes that the loaded world takes."""
         raise NotImplementedError
 
-    def slot_bytes(self, settings: ImaginationSettings = AS_SAVED, decisions: int = 0) -> SlotBytes:
+    def slot_bytes(self, decisions: int = 0) -> SlotBytes:
         """Estimate the device memory of a slot, excluding the weights."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentWorldFolder(WorldFolder):
+    """A world of a transformer and an autoencoder, each with its files."""
+
+    NETWORKS: ClassVar[tuple[Any, Any]]
+    """Classes of transformer and autoencoder, built of their sizes."""
+    EXACT_WEIGHTS: ClassVar[frozenset[str]]
+    """Names of weights that are float32 in a fitted world: rounded, they would mean something else."""
+    FLOAT8: ClassVar[tuple[str, ...]]
+    """Attributes of the transformer with the blocks that --imagination.precision float8 rounds."""
+    SPARE_TENSORS: ClassVar[bool] = False
+    """True if files may hold tensors that the networks lack."""
+
+    transformer: TensorFiles
+    transformer_size: Any
+    vae: TensorFiles
+    vae_size: Any
+
+    def build(self) -> tuple[Any, Any]:
+        """Build transformer and autoencoder without memory for their weights (on the meta device)."""
+        transformer, vae = self.NETWORKS
+        with torch.device("meta"):
+            return transformer(self.transformer_size), vae(self.vae_size)
+
+    def check(self) -> int:
+        """See `WorldFolder.check`."""
+        networks, nbytes = self.build(), 0
+        exact = frozenset() if self.published else self.EXACT_WEIGHTS
+        for network, files in zip(networks, (self.transformer, self.vae), strict=True):
+            check_fit(network, files, unused=self.SPARE_TENSORS)
+            for name, parameter in network.named_parameters():
+                nbytes += parameter.numel() * (torch.float32 if name in exact else self.dtype).itemsize
+        if self.settings.precision == "float8":
+            nbytes -= sum(saved_bytes(getattr(networks[0], name), self.dtype) for name in self.FLOAT8)
+        return nbytes
+
+    def load(self, device: torch.device, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+        """Load the networks for inference, one tensor at a time; see `FolderWorld.from_files`."""
+        float8 = self.FLOAT8 if self.settings.precision == "float8" else ()
+        if float8:
+            check_device(device)
+        if not self.SPARE_TENSORS:
+            self.check()
+        transformer, vae = self.build()
+        exact = frozenset() if dtype or self.published else self.EXACT_WEIGHTS
+        fill(transformer, self.transformer, dtype=dtype or self.dtype, device=device, exact=exact)
+        for name in float8:
+            use_float8(getattr(transformer, name))
+        fill(vae, self.vae, dtype=dtype or self.dtype, device=device)
+        return transformer.eval().requires_grad_(False), vae.eval().requires_grad_(False)
 
 
 class FolderWorld(ABC):
@@ -218,21 +248,15 @@ class FolderWorld(ABC):
     rows = 0
     """Slots that a compiled world draws at once: fewer are padded."""
 
-    @classmethod
+    @staticmethod
     @abstractmethod
-    def files(cls, folder: Path, settings: ImaginationSettings, own: Mapping[str, Any]) -> Any:
+    def files(folder: Path, settings: ImaginationSettings, own: Mapping[str, Any]) -> Any:
         """Read sizes and facts as a `WorldFolder`; refuse settings that the kind cannot follow."""
 
     @classmethod
     @abstractmethod
-    def from_files(
-        cls,
-        files: Any,
-        device: torch.device,
-        settings: ImaginationSettings = AS_SAVED,
-        dtype: torch.dtype | None = None,
-    ) -> Self:
-        """Load a world for inference from its `files`; `dtype` None takes `WorldFolder.types`."""
+    def from_files(cls, files: Any, device: torch.device, dtype: torch.dtype | None = None) -> Self:
+        """Load a world for inference from its `files`; `dtype` None takes `WorldFolder.dtype`."""
 
     @abstractmethod
     def modules(self) -> dict[str, nn.Module]:
@@ -245,12 +269,12 @@ class FolderWorld(ABC):
 
     @abstractmethod
     def _imagine(self, state: Any, actions_BCA: Tensor, noise_seeds: Sequence[int], /) -> tuple[Tensor, Any]:
-        """Draw the decisions of all rows of a state."""
+        pass
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, settings: ImaginationSettings, **own: Any) -> Self:
         """See `World.load`."""
-        return cls.from_files(cls.files(folder, settings, own), device, settings)
+        return cls.from_files(cls.files(folder, settings, own), device)
 
     def to(self, device: torch.device | str) -> Self:
         """Move the weights to `device` and return this world."""
@@ -277,24 +301,28 @@ class FolderWorld(ABC):
     def check(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> ModelSummary:
         """See `World.check`."""
         files = cls.files(folder, settings, own)
+        spec, nbytes = ActionSpec(dim=files.action_dim), files.check()
         return ModelSummary(
-            image_size=files.image_size,
-            nbytes=files.check(settings),
-            action_spec=ActionSpec(dim=files.action_dim),
-            version=files.version,
+            image_size=files.image_size, nbytes=nbytes, action_spec=spec, version=files.version
         )
 
     @classmethod
     def defaults(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> WorldDefaults:
         """See `World.defaults`."""
-        return cls.files(folder, settings, own).defaults(settings)
+        return cls.files(folder, settings, own).defaults()
 
     @classmethod
     def slot_bytes(
         cls, folder: Path, settings: ImaginationSettings, *, decisions: int = 0, **own: Any
     ) -> SlotBytes:
         """See `World.slot_bytes`."""
-        return cls.files(folder, settings, own).slot_bytes(settings, decisions)
+        return cls.files(folder, settings, own).slot_bytes(decisions)
+
+
+def refuse(problems: Mapping[str, bool]) -> None:
+    """Raise ConfigError for the first problem, the text behind ``--imagination.``, that is there."""
+    for problem in (problem for problem, there in problems.items() if there):
+        raise ConfigError(f"--imagination.{problem}")
 
 
 def refuse_own_settings(own: Mapping[str, Any], world: str) -> None:
@@ -356,16 +384,21 @@ def transformer_files(folder: Path, own: Sequence[str], named: Sequence[str] = (
     return TensorFiles(files) if files else None
 
 
-def shape_of(
-    files: TensorFiles, shapes: Mapping[str, torch.Size], name: str, axes: int, model: str
-) -> torch.Size:
+def shape_of(files: TensorFiles, model: str, name: str, axes: int) -> torch.Size:
     """Return the shape of a tensor that tells a size of `model`."""
-    if name not in shapes or len(shapes[name]) != axes:
-        seen = f"has {name} of shape {list(shapes[name])}" if name in shapes else f"lacks tensor {name}"
+    shape = files.shapes.get(name)
+    if shape is None or len(shape) != axes:
+        seen = f"lacks tensor {name}" if shape is None else f"has {name} of shape {list(shape)}"
         raise CheckpointError(
             f"{files.label} {seen}, so it is not the {model} it should be. Download it again."
         )
-    return shapes[name]
+    return shape
+
+
+def count_blocks(pattern: str, names: Iterable[str]) -> int:
+    """Count the numbers that the group of a regular expression matches at the beginning of names."""
+    matches = (re.match(pattern, name) for name in names)
+    return len({match[1] for match in matches if match})
 
 
 def renamed(name: str, table: Sequence[tuple[str, str]]) -> str:

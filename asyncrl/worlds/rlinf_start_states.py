@@ -30,13 +30,9 @@ from asyncrl.storage.untrusted import read_bytes
 
 CONTEXT: Final = 4
 KEYFRAME_MARK: Final = "_kir"
-MAX_BYTES: Final = 2**30
 COPIES: Final = 4
 """Bytes that may be made of each byte of a file: numpy needs two where protocol 2 writes text."""
 _MAX_FRAMES: Final = 5_000
-_HEADER: Final = re.compile(
-    rb"\{'descr': '\|O', 'fortran_order': (?:False|True), 'shape': \((\d{1,9}),\), \}\s*"
-)
 _DTYPE: Final = re.compile(r"O8|b1|[iu][1248]|f[248]|[SU]\d{1,5}")
 
 
@@ -127,41 +123,29 @@ def _task(frame: Mapping[str, Any], file: Path) -> str:
 # ---- arrays of objects ---------------------------------------------------------------------------
 
 
-class _UnsafePickle(ValueError):
-    """The file holds something that numpy does not write for plain values."""
-
-
 def read_object_array(path: Path) -> list[Any]:
     """Read a one-dimensional array of objects that ``np.save`` wrote (pickle protocol 2 to 5)."""
     try:
         stream = io.BytesIO(read_bytes(path))
-        length = _read_header(stream)
         try:
+            version = np.lib.format.read_magic(stream)
+            shape, _, kind = getattr(np.lib.format, f"read_array_header_{version[0]}_0")(stream)
+            if len(shape) != 1 or not kind.hasobject:
+                raise ValueError("its header does not describe a one-dimensional array of objects")
             array = _Unpickler(stream, len(stream.getbuffer())).load()
-        except Exception as error:  # On broken files the unpickler raises whatever it stumbles upon.
-            raise _UnsafePickle(first_line(str(error)) or type(error).__name__) from error
-        if not isinstance(array, np.ndarray) or array.dtype != object or array.shape != (length,):
-            raise _UnsafePickle(f"its header promises {length} objects and the rest is something else")
+        except Exception as error:  # On broken files these raise whatever they stumble upon.
+            raise ValueError(first_line(str(error)) or type(error).__name__) from error
+        if not isinstance(array, np.ndarray) or not array.dtype.hasobject or array.shape != shape:
+            raise ValueError(f"its header promises {shape[0]} objects and the rest is something else")
     except OSError as error:
         raise AssetError(f"{path} cannot be read ({error.strerror}). Check the path.") from error
-    except _UnsafePickle as error:
+    except ValueError as error:
         raise AssetError(
             f"{path} was not read: {error}. Only arrays of objects as numpy.save writes them are read, made "
             "of numbers, strings, lists, dicts and numeric arrays; nothing in a file is ever executed. "
             "Write it again from such values."
         ) from error
     return array.tolist()
-
-
-def _read_header(stream: io.BytesIO) -> int:
-    magic = stream.read(8)
-    if magic[:6] != b"\x93NUMPY" or magic[6:] not in (b"\x01\x00", b"\x02\x00"):
-        raise _UnsafePickle("it is not a .npy file of format 1 or 2")
-    size = int.from_bytes(stream.read(2 if magic[6] == 1 else 4), "little")
-    match = _HEADER.fullmatch(stream.read(size))
-    if match is None:
-        raise _UnsafePickle("its header does not describe a one-dimensional array of objects")
-    return int(match[1])
 
 
 _Python: Any = vars(pickle)["_Unpickler"]  # The one written in Python, whose instructions can be replaced.
@@ -187,39 +171,27 @@ class _Unpickler(_Python):
         """Return a name as a text."""
         return f"{module} {name}".replace("numpy.core.", "numpy._core.")
 
-    def get_extension(self, code: int) -> None:
-        """Refuse a class by number, which would pass `find_class` by."""
-        raise _UnsafePickle(f"it wants the registered class {code}")
-
     def _reduce(self) -> None:
         arguments, name = self.stack.pop(), self.stack.pop()
         # Texts that are remembered can be used again and again.
         self._room -= sum(len(part) for part in arguments if isinstance(part, str | bytes | bytearray))
         if self._room < 0:
-            raise _UnsafePickle("what it holds would take many times its own length")
+            raise ValueError("what it holds would take many times its own length")
         match name, *arguments:
             case ("numpy dtype", str(code), False, True) if _DTYPE.fullmatch(code):
                 made: Any = np.dtype(code)
             case ("numpy._core.multiarray _reconstruct", "numpy ndarray", (0,), b"b"):
                 made = np.zeros(0, np.int8)
-            case ("numpy._core.multiarray scalar", np.dtype() as dtype, bytes(content)) if (
-                not dtype.hasobject
-            ):
-                made = _array(content, dtype, (), "C")[()]
-            case (
-                "numpy._core.numeric _frombuffer",
-                (bytes() | bytearray()) as content,
-                np.dtype() as dtype,
-                tuple() as shape,
-                ("C" | "F") as order,
-            ):
-                made = _array(content, dtype, shape, order)
+            case ("numpy._core.multiarray scalar", np.dtype() as dtype, bytes(content)):
+                made = np.frombuffer(content, dtype).reshape(())[()]
+            case ("numpy._core.numeric _frombuffer", content, np.dtype() as dtype, tuple() as shape, order):
+                made = np.frombuffer(content, dtype).reshape(shape, order=order)
             case ("_codecs encode", str(text), "latin1"):  # Protocol 2 has no bytes.
                 made = text.encode("latin1")
             case ("__builtin__ bytes",):
                 made = b""
             case _:
-                raise _UnsafePickle(f"it calls {name!r:.80}, which numpy does not for plain values")
+                raise ValueError(f"it calls {name!r:.80}, which numpy does not for plain values")
         self.append(made)
 
     def _build(self) -> None:
@@ -228,37 +200,18 @@ class _Unpickler(_Python):
             # (version, byte order, sub-array, field names, fields, ...)
             case np.dtype(), (3 | 4, "|" | "<", None, None, None, *_):
                 pass  # It says what the code says; a type of numpy's is shared by the whole process.
-            case np.ndarray(shape=(0,)), (
-                1,
-                tuple() as shape,
-                np.dtype() as dtype,
-                bool() as fortran,
-                content,
+            case np.ndarray(shape=(0,)), (1, tuple() as shape, np.dtype() as dtype, bool(), content) if (
+                isinstance(content, list if dtype.hasobject else bytes)
+                and all(type(size) is int and size >= 0 for size in shape)
+                and math.prod(shape) * (1 if dtype.hasobject else dtype.itemsize) == len(content)
             ):
-                if not isinstance(content, list if dtype.hasobject else bytes):
-                    raise _UnsafePickle("it fills an array with something else than its numbers")
-                _check_shape(shape, 1 if dtype.hasobject else dtype.itemsize, len(content))
                 filled: Any = target
-                filled.__setstate__((1, shape, dtype, fortran, content))
+                filled.__setstate__(state)
             case _:
-                raise _UnsafePickle("it sets the state of something that has none")
+                raise ValueError("it sets the state of something that has none, or fills an array wrongly")
 
     def _bytearray(self) -> None:
         (size,) = struct.unpack("<Q", self.read(8))
         self.append(bytearray(self.read(size)))  # Python's own makes it before it reads.
 
     dispatch |= {pickle.REDUCE[0]: _reduce, pickle.BUILD[0]: _build, pickle.BYTEARRAY8[0]: _bytearray}
-
-
-def _check_shape(shape: tuple[Any, ...], unit: int, length: int) -> None:
-    if len(shape) > 8 or not all(type(size) is int and 0 <= size <= MAX_BYTES for size in shape):
-        raise _UnsafePickle("it holds an array of an impossible shape")
-    if math.prod(shape) * unit != length:
-        raise _UnsafePickle(f"an array of shape {list(shape)} comes with {length} bytes or objects")
-
-
-def _array(content: bytes | bytearray, dtype: np.dtype[Any], shape: tuple[Any, ...], order: Any) -> Any:
-    _check_shape(shape, dtype.itemsize, len(content))
-    if dtype.hasobject:
-        raise _UnsafePickle("it makes objects of bytes")
-    return np.ndarray(shape, dtype, buffer=content, order=order)

@@ -6,14 +6,15 @@ Dimension letters: B slots, C steps per decision, A numbers per step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from asyncrl.devices.tensors import to_device
 from asyncrl.records import ActionSpec, StartState
@@ -40,18 +41,17 @@ class TensorState:
     finite: Tensor  # [B] bool: all values drawn so far were finite.
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            for tensor in value if isinstance(value, list) else [value]:
+        for name, value in vars(self).items():
+            for tensor in tree_leaves(value):
                 if not isinstance(tensor, Tensor):
                     raise TypeError(
-                        f"{type(self).__name__}.{field.name} is a {type(value).__name__}; the fields of a "
-                        "state are tensors with the slots first, or lists of them"
+                        f"{type(self).__name__}.{name} is a {type(value).__name__}; the fields of a state "
+                        "are tensors with the slots first, or lists of them"
                     )
                 if tensor.shape[:1] != self.finite.shape:
                     raise ValueError(
-                        f"{type(self).__name__}.{field.name} has shape {list(tensor.shape)}, but finite says "
-                        f"that there are {len(self)} slots, which come first"
+                        f"{type(self).__name__}.{name} has shape {list(tensor.shape)}, but finite says that "
+                        f"there are {len(self)} slots, which come first"
                     )
 
     def __len__(self) -> int:
@@ -66,7 +66,7 @@ class TensorState:
     def write_rows(self, indices: Sequence[int], other: Self) -> Self:
         """Write row k of `other` over row ``indices[k]``, in place, and return this state."""
         rows = _rows(indices)
-        for target, source in zip(self._tensors(), other._tensors(), strict=True):
+        for target, source in zip(tree_leaves(vars(self)), tree_leaves(vars(other)), strict=True):
             target.index_copy_(0, rows(target.device), source.to(target))
         return self
 
@@ -74,16 +74,8 @@ class TensorState:
         """Return this state on `device`."""
         return self._map(lambda tensor: tensor.to(device))
 
-    def _tensors(self) -> list[Tensor]:
-        values = [getattr(self, field.name) for field in fields(self)]
-        return [tensor for value in values for tensor in (value if isinstance(value, list) else [value])]
-
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        changed: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            changed[field.name] = [change(x) for x in value] if isinstance(value, list) else change(value)
-        return type(self)(**changed)
+        return type(self)(**tree_map(change, vars(self)))
 
 
 def _rows(indices: Sequence[int]) -> Callable[[torch.device], Tensor]:

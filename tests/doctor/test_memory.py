@@ -25,8 +25,7 @@ from asyncrl.launch.placement import parse_placement
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import new_policy
 from asyncrl.records import SlotBytes
-from asyncrl.worlds.evac.conditions import EvacNetworks
-from asyncrl.worlds.evac.files import estimate_slot
+from asyncrl.worlds.evac.conditions import EvacNetworks, estimate_slot
 from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
 from asyncrl.worlds.opensora.files import slot_bytes
 from asyncrl.worlds.opensora.stdit3 import STDiT3, STDiT3Config
@@ -75,7 +74,7 @@ def opensora(_: TrainConfig) -> tuple[int, SlotBytes]:
 
 def evac(config: TrainConfig) -> tuple[int, SlotBytes]:
     size = PUBLISHED
-    networks = EvacNetworks.build(size).by_name().values()
+    networks = EvacNetworks(size).by_name().values()
     return weight_bytes(*networks), estimate_slot(size, config.actor.max_decisions, torch.bfloat16)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.worlds.evac.conditions import EvacConfig, EvacNetworks, ImageEncoderConfig, ResamplerConfig
-from asyncrl.worlds.evac.published import PREFIXES, published_tensors
+from asyncrl.worlds.evac.files import PREFIXES, published_tensors
 from asyncrl.worlds.evac.unet import UNetConfig
 from asyncrl.worlds.layers import FrameVaeConfig
 from support import tiny_models
@@ -94,7 +94,7 @@ def randomised(module: nn.Module, seed: int, spread: float = 0.3) -> nn.Module:
 def tiny_networks(config: EvacConfig, seed: int = 0) -> EvacNetworks:
     """Small networks with random weights, of which every input matters."""
     torch.manual_seed(seed)
-    networks = EvacNetworks.build(config)
+    networks = EvacNetworks(config)
     for number, module in enumerate(networks.by_name().values()):
         randomised(module, seed + number, 0.6)
         module.requires_grad_(False)

@@ -23,7 +23,7 @@ def load_world(
 ) -> Any:
     """Load the world in a folder, its weights in `dtype`."""
     kind = world_class(folder)
-    return kind.from_files(kind.files(folder, settings, own), torch.device(device), settings, dtype)
+    return kind.from_files(kind.files(folder, settings, own), torch.device(device), dtype)
 
 
 def change_json(path: Path, change: Callable[[Any], object]) -> None:

@@ -324,7 +324,7 @@ def test_broken_and_crafted_pickles_end_in_the_one_error(tmp_path: Path, content
 )
 def test_what_is_no_npy_file_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.npy").write_bytes(content)
-    with pytest.raises(AssetError, match=r"not a \.npy file|header does not describe"):
+    with pytest.raises(AssetError, match="was not read"):
         read_object_array(tmp_path / "a.npy")
     np.save(tmp_path / "a.npy", np.zeros(3))
     with pytest.raises(AssetError, match="header does not describe a one-dimensional array of objects"):

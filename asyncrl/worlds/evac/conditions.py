@@ -11,18 +11,24 @@ T tokens of an action, K their width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from asyncrl.worlds.evac.poses import MOTION_DIM, Camera, MapDrawer, Motions, MotionStatistics, PoseModel
+from asyncrl.records import CHUNK, POSE_DIM, SlotBytes
+from asyncrl.worlds.evac.poses import Camera, MapDrawer, Motions, MotionStatistics, PoseModel
 from asyncrl.worlds.evac.unet import EvacUNet, UNetConfig
 from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
 
+CONTEXT: Final = 4  # Frames of a start state's context, if it has one.
 FRAMES_AT_ONCE: Final = 32  # Frames that the autoencoder takes at a time: its memory grows with them.
+# Chosen so that the published sizes take as much memory as measured (docs/measurements/world_speed.md): 236
+# MiB a slot, 4 GiB.
+_WORKING: Final = 6  # copies of the skip connections that the network takes
+_DRAWING: Final = 8  # largest tensors of the decoder, alive at the same time
 
 # fmt: off
 _MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
@@ -58,9 +64,6 @@ class ImageEncoderConfig:
 class ImageEncoder(nn.Module):
     """OpenCLIP's vision transformer behind the resizing and normalising of pictures."""
 
-    mean: Tensor
-    std: Tensor
-
     def __init__(self, size: ImageEncoderConfig) -> None:
         super().__init__()
         from transformers import CLIPVisionConfig, CLIPVisionModel
@@ -83,9 +86,8 @@ class ImageEncoder(nn.Module):
 
     def set_constants(self, device: torch.device | str) -> None:
         """Make the buffers that no file has, which a module built on the meta device lacks."""
-        for name, values in (("mean", _MEAN), ("std", _STD)):
-            constant = torch.tensor(values, device=device).view(3, 1, 1)
-            self.register_buffer(name, constant, persistent=False)
+        both = (torch.tensor(values, device=device).view(3, 1, 1) for values in (_MEAN, _STD))
+        self.mean, self.std = (nn.Buffer(constant, persistent=False) for constant in both)
         places = torch.arange(self.size.tokens, device=device).unsqueeze(0)
         for module in self.vision.modules():
             if "position_ids" in dict(module.named_buffers(recurse=False)):
@@ -190,18 +192,7 @@ class EvacConfig:
     schedule_steps: int = 50  # Network calls per decision.
 
     def __post_init__(self) -> None:
-        latent, unet, encoder = self.autoencoder.channels, self.unet, self.image_encoder
-        pairs = {
-            "channels of the network": (unet.in_channels, 3 * latent + 7),
-            "channels that it predicts": (unet.out_channels, latent),
-            "inputs of the image resampler": (self.image_resampler.inputs, encoder.width),
-            "inputs of the action resampler": (self.action_resampler.inputs, MOTION_DIM),
-            "width of the image tokens": (self.image_resampler.width, unet.context_dim),
-            "width of the action tokens": (self.action_resampler.width, unet.context_dim),
-        }
-        for what, (size, needed) in pairs.items():
-            if size != needed:
-                raise ValueError(f"{what} is {size}, and the other parts need {needed}")
+        unet, encoder = self.unet, self.image_encoder
         whole = {
             "channels of the network": (unet.channels, unet.groups),
             "channels of the network, in heads,": (unet.channels, unet.head_dim),
@@ -226,32 +217,39 @@ class EvacConfig:
         return self.image_size // self.autoencoder.spatial
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvacNetworks:
-    """The networks of a world, whose weights its files hold."""
+def estimate_slot(
+    config: EvacConfig, decisions: int, dtype: torch.dtype, *, guided: bool = False
+) -> SlotBytes:
+    """Estimate the device memory of slots, excluding the weights, from sizes alone."""
+    size, frames = config.latent_size, 1 + CONTEXT + CHUNK * decisions
+    remembered = frames * (config.autoencoder.channels * size**2 + POSE_DIM) * 4
+    kept = 2 * (remembered + 3 * config.image_size**2)  # the state before a decision and the one after it
+    # Of the network: what the way down leaves for the way up. Of the decoder: its largest tensors, of as
+    # many frames as it takes at once.
+    levels = sum(
+        (config.unet.res_blocks + 1) * m * config.unet.channels * (size >> i) ** 2
+        for i, m in enumerate(config.unet.multipliers)
+    )
+    largest = config.autoencoder.widths[0] * config.image_size**2
+    scratch = dtype.itemsize * _WORKING * (config.history + CHUNK) * levels * (2 if guided else 1)
+    return SlotBytes(kept=kept, scratch=scratch, shared=dtype.itemsize * _DRAWING * FRAMES_AT_ONCE * largest)
 
-    unet: EvacUNet
-    autoencoder: FrameVae
-    image_encoder: ImageEncoder
-    image_resampler: Resampler
-    action_resampler: Resampler
-    pose_model: PoseModel
 
-    @classmethod
-    def build(cls, config: EvacConfig) -> EvacNetworks:
-        """Make the networks of a size, with random weights."""
-        return cls(
-            unet=EvacUNet(config.unet),
-            autoencoder=FrameVae(config.autoencoder, at_once=FRAMES_AT_ONCE, channels_last=False),
-            image_encoder=ImageEncoder(config.image_encoder),
-            image_resampler=Resampler(config.image_resampler),
-            action_resampler=Resampler(config.action_resampler),
-            pose_model=PoseModel(config.pose_hidden),
-        )
+class EvacNetworks(nn.Module):
+    """The networks of a world, whose weights its files hold; random ones at first."""
+
+    def __init__(self, config: EvacConfig) -> None:
+        super().__init__()
+        self.unet = EvacUNet(config.unet)
+        self.autoencoder = FrameVae(config.autoencoder, at_once=FRAMES_AT_ONCE, channels_last=False)
+        self.image_encoder = ImageEncoder(config.image_encoder)
+        self.image_resampler = Resampler(config.image_resampler)
+        self.action_resampler = Resampler(config.action_resampler)
+        self.pose_model = PoseModel(config.pose_hidden)
 
     def by_name(self) -> dict[str, nn.Module]:
         """Return the networks by name."""
-        return {part.name: getattr(self, part.name) for part in fields(self)}
+        return dict(self.named_children())
 
 
 class Geometry(nn.Module):

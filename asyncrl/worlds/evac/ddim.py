@@ -17,16 +17,20 @@ latent size, I image tokens, T tokens of an action, K their width.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncrl.config.sections import ImaginationSettings
+from asyncrl.errors import ConfigError
 from asyncrl.worlds.evac.conditions import condition_channels
+from asyncrl.worlds.files import refuse
 
 LEVELS: Final = 1000
 DROPOUT: Final = 0.1  # Share of the training samples without tokens.
@@ -40,6 +44,52 @@ _ROUNDS: Final = 10
 
 
 # ---- sampling ------------------------------------------------------------------------------------
+
+_OWN: Final = {"guidance": 100.0, "guidance_rescale": 1.0, "eta": 1.0}
+"""Settings of ``[world.settings]``, and the largest value of each; none is below 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvacOptions:
+    """Settings of the sampler."""
+
+    steps: int = 0
+    """Network calls per decision; 0: the folder's number."""
+    guidance: float = 1.0
+    """Scale of classifier-free guidance; 1 disables it, as in RLinf, others cost twice as much."""
+    guidance_rescale: float = 0.7
+    """See `guided`."""
+    eta: float = 1.0
+    """Share of fresh noise in each step; 0: only the first noise counts."""
+
+    @classmethod
+    def from_settings(cls, settings: ImaginationSettings, own: Mapping[str, Any]) -> EvacOptions:
+        """Read the settings of a run; raises ConfigError for those that EVAC cannot follow."""
+        refuse(
+            {
+                "context is frames, but an EVAC world remembers the latents that it drew. Use auto or "
+                "latents.": settings.context == "frames",
+                "decoder is tiny, but EVAC's autoencoder has no distilled decoder. Use full.": (
+                    settings.decoder == "tiny"
+                ),
+                "precision is float8, but of an EVAC world's denoiser most are convolutions, which have no "
+                "8-bit products. Use stored or bf16.": settings.precision == "float8",
+                f"steps is {settings.steps}, but EVAC has {LEVELS} noise levels. Use 1 to {LEVELS}, or 0 for "
+                "the folder's number.": settings.steps > LEVELS,
+            }
+        )
+        for name, value in own.items():
+            if name not in _OWN:
+                raise ConfigError(
+                    f"--world-settings has {name}, which an EVAC world does not know. It takes "
+                    f"{', '.join(_OWN)}."
+                )
+            number = float(value) if type(value) in (int, float) else math.nan
+            if not 0 <= number <= _OWN[name]:
+                raise ConfigError(
+                    f"--world-settings {name} is {value!r}, expected a number from 0 to {_OWN[name]:g}."
+                )
+        return cls(steps=settings.steps, **{name: float(value) for name, value in own.items()})
 
 
 @lru_cache(maxsize=1)
@@ -69,12 +119,7 @@ class Step(NamedTuple):
 
 @lru_cache(maxsize=32)
 def sampling_times(steps: int) -> tuple[int, ...]:
-    """Return the noise levels of `steps` network calls, the noisiest first.
-
-    Example:
-        >>> sampling_times(4)
-        (999, 749, 499, 249)
-    """
+    """Return the noise levels of `steps` network calls, the noisiest first: 999, 749, 499, 249 for 4."""
     if not 1 <= steps <= LEVELS:
         raise ValueError(f"a schedule needs 1 to {LEVELS} steps, got {steps}")
     times = torch.arange(LEVELS, 0, -LEVELS / steps, dtype=torch.float64)[:steps].round().long() - 1

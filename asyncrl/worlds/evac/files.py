@@ -2,38 +2,36 @@
 
 EVAC is published as one training checkpoint of Lightning (``*.ckpt``) or DeepSpeed (``*.pt``) with all
 networks under prefixes; OpenCLIP's tower may lie in a file of its own, the model of the hand's poses does.
-asyncrl writes a safetensors file per network, named by its prefix, and facts that shapes do not tell.
+asyncrl writes a safetensors file per network, named by its prefix, and facts that shapes do not tell. The
+autoencoder has the names of latent diffusion (arXiv 2112.10752), which count the decoder's levels in the
+other direction than diffusers. OpenCLIP keeps queries, keys and values in one tensor.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from asyncrl.config.sections import ImaginationSettings
-from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.errors import CheckpointError
 from asyncrl.records import ACTION_DIM, CHUNK, POSE_DIM, SlotBytes
 from asyncrl.storage.tensor_files import TensorFiles, check_shapes, write_tensors
 from asyncrl.storage.untrusted import check_sizes
-from asyncrl.worlds.evac.conditions import FRAMES_AT_ONCE, EvacConfig, EvacNetworks
+from asyncrl.worlds.evac import conditions
+from asyncrl.worlds.evac.conditions import EvacConfig, EvacNetworks
+from asyncrl.worlds.evac.ddim import EvacOptions
 from asyncrl.worlds.evac.poses import Camera, MotionStatistics
-from asyncrl.worlds.evac.published import PREFIXES, config_of, grouped, published_state, published_tensors
-from asyncrl.worlds.files import ABOUT, AS_SAVED, WorldFolder, read_about
+from asyncrl.worlds.evac.unet import UNetConfig
+from asyncrl.worlds.files import ABOUT, AS_SAVED, NO_SETTINGS, WorldFolder, count_blocks, read_about, renamed
+from asyncrl.worlds.layers import FrameVaeConfig
 
 KIND: Final = "evac"
-CONTEXT: Final = 4  # Frames of a start state's context, if it has one.
-# Chosen so that the published sizes take as much memory as measured (docs/measurements/world_speed.md): 236
-# MiB a slot, 4 GiB.
-_WORKING: Final = 6  # copies of the skip connections that the network takes
-_DRAWING: Final = 8  # largest tensors of the decoder, alive at the same time
 MARK: Final = "model.diffusion_model.input_blocks.0.0.weight"  # A tensor that every published checkpoint has.
 _WRAPPED: Final = "_forward_module."  # in front of all names in DeepSpeed's files
 _TOWER: Final = "visual.transformer.resblocks.0.attn.in_proj_weight"  # in OpenCLIP's own file
@@ -43,6 +41,12 @@ _IGNORED: Final = re.compile(
     r"embedder\.(mean|std)|embedder\.model\.(positional_embedding|text_projection|logit_scale|attn_mask|"
     r"visual\.proj|token_embedding\..+|ln_final\..+|transformer\..+)"
 )
+_ADVICE: Final = {
+    "image_encoder": f"without the image encoder (no tensor embedder.model.visual.conv1.weight), and no file "
+    f"with {_TOWER}. Put open_clip_pytorch_model.bin of OpenCLIP's ViT-H-14 beside it.",
+    "pose_model": "and no model of the hand's poses (no file with three linear layers, the first of "
+    f"{ACTION_DIM + POSE_DIM} inputs, abs_action_mean and abs_action_std). Put it beside the checkpoint.",
+}
 _IMAGE_SIZE, _TOKENS_PER_FRAME = 256, 16  # as published
 # Facts in world.json, by object.
 _FACTS: Final = {
@@ -55,64 +59,83 @@ _FACTS: Final = {
     "motions": tuple(fact.name for fact in fields(MotionStatistics)),
 }
 _OTHER_FACTS: Final = ("image_size", "schedule_steps", "history", "fps", "domain")
+# By network. The model of poses is published in a file of its own, without a prefix.
+PREFIXES: Final = {
+    "unet": "model.diffusion_model.",
+    "autoencoder": "first_stage_model.",
+    "action_resampler": "cond_stage_model.",
+    "image_resampler": "image_proj_model.",
+    "image_encoder": "embedder.model.visual.",
+    "pose_model": "pose_model.",
+}
+_HEAD_DIM, _IMAGE_HEAD_DIM = 64, 80
+_SCALE: Final = 0.18215  # Factor of the autoencoder's latents, which makes their variance about 1.
+
+# Patterns in the names of diffusers and transformers, and the published text; applied in order.
+_AUTOENCODER_NAMES: Final = (
+    (r"\.conv_shortcut\.", ".nin_shortcut."),
+    (r"\.conv_norm_out\.", ".norm_out."),
+    (r"\.mid_block\.resnets\.0\.", ".mid.block_1."),
+    (r"\.mid_block\.resnets\.1\.", ".mid.block_2."),
+    (r"\.mid_block\.attentions\.0\.", ".mid.attn_1."),
+    (r"\.attn_1\.group_norm\.", ".attn_1.norm."),
+    (r"\.attn_1\.to_([qkv])\.", r".attn_1.\1."),
+    (r"\.attn_1\.to_out\.0\.", ".attn_1.proj_out."),
+    (r"\.(down|up)_blocks\.(\d+)\.resnets\.", r".\1.\2.block."),
+    (r"\.(down|up)_blocks\.(\d+)\.\1samplers\.0\.", r".\1.\2.\1sample."),
+)
+_IMAGE_ENCODER_NAMES: Final = (
+    (r"^vision\.embeddings\.patch_embedding\.", "conv1."),
+    (r"^vision\.embeddings\.position_embedding\.weight$", "positional_embedding"),
+    (r"^vision\.embeddings\.", ""),
+    (r"^vision\.(pre|post)_lay(er|r)norm\.", r"ln_\1."),
+    (r"^vision\.encoder\.layers\.", "transformer.resblocks."),
+    (r"\.layer_norm([12])\.", r".ln_\1."),
+    (r"\.self_attn\.out_proj\.", ".attn.out_proj."),
+    (r"\.self_attn\.[qkv]_proj\.", ".attn.in_proj_"),  # one tensor of three
+    (r"\.mlp\.fc1\.", ".mlp.c_fc."),
+    (r"\.mlp\.fc2\.", ".mlp.c_proj."),
+)
+_SQUARE: Final = re.compile(r"\.mid\.attn_1\.(q|k|v|proj_out)\.weight$")
+"""Matrices of the autoencoder that are published as convolutions of one pixel."""
 
 
-_OWN: Final = {"guidance": 100.0, "guidance_rescale": 1.0, "eta": 1.0}
-"""Settings of ``[world.settings]``, and the largest value of each; none is below 0."""
+def published_name(part: str, name: str, levels: int) -> str:
+    """Map the name of a network's tensor to the published one, without prefix; `levels` of the decoder."""
+    if part == "autoencoder":
+        turned = renamed(name, _AUTOENCODER_NAMES)
+        return re.sub(r"\.up\.(\d+)\.", lambda match: f".up.{levels - 1 - int(match[1])}.", turned)
+    return renamed(name, _IMAGE_ENCODER_NAMES) if part == "image_encoder" else name
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvacOptions:
-    """Settings of the sampler."""
-
-    steps: int = 0
-    """Network calls per decision; 0: the folder's number."""
-    guidance: float = 1.0
-    """Scale of classifier-free guidance; 1 disables it, as in RLinf, others cost twice as much."""
-    guidance_rescale: float = 0.7
-    """See `ddim.guided`."""
-    eta: float = 1.0
-    """Share of fresh noise in each step; 0: only the first noise counts."""
-
-    @classmethod
-    def from_settings(cls, settings: ImaginationSettings, own: Mapping[str, Any]) -> EvacOptions:
-        """Read the settings of a run; raises ConfigError for those that EVAC cannot follow."""
-        refused = {
-            "context is frames, but an EVAC world remembers the latents that it drew. Use auto or latents.": (
-                settings.context == "frames"
-            ),
-            "decoder is tiny, but EVAC's autoencoder has no distilled decoder. Use full.": (
-                settings.decoder == "tiny"
-            ),
-            "precision is float8, but of an EVAC world's denoiser most are convolutions, which have no 8-bit "
-            "products. Use stored or bf16.": settings.precision == "float8",
-            f"steps is {settings.steps}, but EVAC has 1000 noise levels. Use 1 to 1000, or 0 for the "
-            "folder's number.": settings.steps > 1000,
-        }
-        for problem in (problem for problem, wrong in refused.items() if wrong):
-            raise ConfigError(f"--imagination.{problem}")
-        for name, value in own.items():
-            if name not in _OWN:
-                raise ConfigError(
-                    f"--world-settings has {name}, which an EVAC world does not know. It takes "
-                    f"{', '.join(_OWN)}."
-                )
-            number = float(value) if type(value) in (int, float) else math.nan
-            if not 0 <= number <= _OWN[name]:
-                raise ConfigError(
-                    f"--world-settings {name} is {value!r}, expected a number from 0 to {_OWN[name]:g}."
-                )
-        return cls(steps=settings.steps, **{name: float(value) for name, value in own.items()})
+def grouped(part: str, state: Mapping[str, Tensor], levels: int) -> dict[str, list[tuple[str, Tensor]]]:
+    """Group tensors by the published one that they are in: queries, keys, values, or one alone."""
+    groups: dict[str, list[tuple[str, Tensor]]] = {}
+    for name, tensor in state.items():
+        groups.setdefault(published_name(part, name, levels), []).append((name, tensor))
+    return {
+        name: sorted(group, key=lambda own: (".q_proj." not in own[0], own[0]))
+        for name, group in groups.items()
+    }
 
 
-class TensorPlace(NamedTuple):
-    """Place of a tensor."""
+def published_state(part: str, state: Mapping[str, Tensor], levels: int) -> dict[str, Tensor]:
+    """Return a network's tensors, on any device, by published names and in published shapes."""
+    tensors = {}
+    for name, group in grouped(part, state, levels).items():
+        tensor = torch.cat([own for _, own in group]) if len(group) > 1 else group[0][1]
+        square = part == "autoencoder" and _SQUARE.search(name)
+        tensors[name] = tensor[:, :, None, None] if square else tensor
+    return tensors
 
-    shape: torch.Size
-    read: Callable[[], Tensor]  # Reads it, on the CPU.
+
+def published_tensors(networks: EvacNetworks) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors of each network, on any device, by their published names without prefixes."""
+    levels = len(networks.autoencoder.size.widths)
+    return {part: published_state(part, m.state_dict(), levels) for part, m in networks.by_name().items()}
 
 
-Files = Mapping[Path, Mapping[str, TensorPlace]]  # File -> published name -> place.
+# ---- folders ----
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,73 +144,58 @@ class EvacFiles(WorldFolder):
 
     label: str  # Name of the files in errors.
     config: EvacConfig
-    tensors: Mapping[str, TensorPlace]  # By published name; all but those that nothing reads.
+    tensors: Mapping[str, TensorFiles]  # By published name; all but those that nothing reads.
     options: EvacOptions
 
-    def slot_bytes(self, settings: ImaginationSettings = AS_SAVED, decisions: int = 0) -> SlotBytes:
+    def slot_bytes(self, decisions: int = 0) -> SlotBytes:
         """See `WorldFolder.slot_bytes`; a slot remembers its whole episode."""
-        dtype = self.types(settings).dtype
-        return estimate_slot(self.config, decisions, dtype, guided=self.options.guidance != 1)
+        return conditions.estimate_slot(self.config, decisions, self.dtype, guided=self.options.guidance != 1)
 
-    def build(self) -> EvacNetworks:
-        """Build the networks without memory for their weights (on the meta device)."""
+    def _build(self) -> EvacNetworks:
         with torch.device("meta"):
-            return EvacNetworks.build(self.config)
+            return EvacNetworks(self.config)
 
-    def check(self, settings: ImaginationSettings = AS_SAVED) -> int:
+    def check(self) -> int:
         """See `WorldFolder.check`."""
-        networks, dtype = self.build(), self.types(settings).dtype
+        networks = self._build()
         wanted = {
             PREFIXES[part] + name: tensor.shape
             for part, tensors in published_tensors(networks).items()
             for name, tensor in tensors.items()
         }
-        found = {name: place.shape for name, place in self.tensors.items()}
-        check_shapes(self.label, wanted, found, unused=False)
+        check_shapes(self.label, wanted, _shapes(self.tensors), unused=False)
         modules = networks.by_name().items()
-        return sum(p.numel() * _dtype(n, dtype).itemsize for n, m in modules for p in m.parameters())
+        return sum(p.numel() * self._dtype(n).itemsize for n, m in modules for p in m.parameters())
 
-    def load(self, device: torch.device, dtype: torch.dtype) -> EvacNetworks:
+    def load(self, device: torch.device, dtype: torch.dtype | None = None) -> EvacNetworks:
         """Load the networks for inference, one tensor at a time."""
         self.check()
-        networks, levels = self.build(), len(self.config.autoencoder.widths)
+        networks, levels = self._build(), len(self.config.autoencoder.widths)
         for part, module in networks.by_name().items():
             ready: dict[str, Tensor] = {}
             for name, group in grouped(part, module.state_dict(), levels).items():
-                tensor = self.tensors[PREFIXES[part] + name].read()
+                tensor = self.tensors[PREFIXES[part] + name].read(PREFIXES[part] + name)
                 for (own, like), piece in zip(group, tensor.chunk(len(group)), strict=True):
-                    ready[own] = piece.reshape(like.shape).to(device, _dtype(part, dtype), copy=True)
+                    ready[own] = piece.reshape(like.shape).to(device, self._dtype(part, dtype), copy=True)
             nn.Module.load_state_dict(module, ready, assign=True)
             module.eval().requires_grad_(False)
         networks.image_encoder.set_constants(device)
         return networks
 
-
-def _dtype(part: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the type of a network's weights: poses add up over an episode, so theirs stay float32."""
-    return torch.float32 if part == "pose_model" else dtype
-
-
-def estimate_slot(
-    config: EvacConfig, decisions: int, dtype: torch.dtype, *, guided: bool = False
-) -> SlotBytes:
-    """Estimate the device memory of slots, excluding the weights, from sizes alone."""
-    size, frames = config.latent_size, 1 + CONTEXT + CHUNK * decisions
-    remembered = frames * (config.autoencoder.channels * size**2 + POSE_DIM) * 4
-    kept = 2 * (remembered + 3 * config.image_size**2)  # the state before a decision and the one after it
-    # Of the network: what the way down leaves for the way up. Of the decoder: its largest tensors, of as
-    # many frames as it takes at once.
-    levels = sum(
-        (config.unet.res_blocks + 1) * m * config.unet.channels * (size >> i) ** 2
-        for i, m in enumerate(config.unet.multipliers)
-    )
-    largest = config.autoencoder.widths[0] * config.image_size**2
-    scratch = dtype.itemsize * _WORKING * (config.history + CHUNK) * levels * (2 if guided else 1)
-    return SlotBytes(kept=kept, scratch=scratch, shared=dtype.itemsize * _DRAWING * FRAMES_AT_ONCE * largest)
+    def _dtype(self, part: str, dtype: torch.dtype | None = None) -> torch.dtype:
+        # Poses add up over an episode.
+        return torch.float32 if part == "pose_model" else dtype or self.dtype
 
 
-def open_evac(folder: Path, options: EvacOptions | None = None) -> EvacFiles:
-    """Read sizes and facts of a world, without its weights."""
+def _shapes(tensors: Mapping[str, TensorFiles]) -> dict[str, torch.Size]:
+    return {name: torch.Size(files.spec(name).shape) for name, files in tensors.items()}
+
+
+def open_evac(
+    folder: Path, settings: ImaginationSettings = AS_SAVED, own: Mapping[str, Any] = NO_SETTINGS
+) -> EvacFiles:
+    """See `FolderWorld.files`."""
+    options = EvacOptions.from_settings(settings, own)
     label, tensors = _find_tensors(folder)
     if not tensors and not (folder / ABOUT).is_file():
         raise CheckpointError(
@@ -199,18 +207,13 @@ def open_evac(folder: Path, options: EvacOptions | None = None) -> EvacFiles:
         raise CheckpointError(f"{folder / file_name('unet')} is missing. Save the world again.")
     if about and (absent := [name for name in (*_FACTS, *_OTHER_FACTS) if name not in about]):
         raise CheckpointError(f"{folder / ABOUT} is incomplete (no {absent[0]}). Save the world again.")
-    others = {name: about[name] for name in _OTHER_FACTS} if about else {"image_size": _IMAGE_SIZE}
     try:
-        facts = {name: _as_tuples(about[name]) for name in _FACTS if about}
-        config = config_of({name: place.shape for name, place in tensors.items()}, facts, others)
+        config = read_config(_shapes(tensors), about)
     except KeyError as error:
         raise CheckpointError(f"{label} lacks tensor {error.args[0]}. Download it again.") from error
     except (ValueError, TypeError, AttributeError, IndexError, ZeroDivisionError) as error:
-        if about:
-            raise CheckpointError(
-                f"{folder / ABOUT} is incomplete or impossible ({error}). Save the world again."
-            ) from error
-        raise CheckpointError(f"{label} holds no EVAC world that can be read: {error}.") from error
+        place = f"{folder / ABOUT} is incomplete or impossible" if about else f"{label} holds no EVAC world"
+        raise CheckpointError(f"{place} ({error}). Save or download it again.") from error
     queries = config.image_resampler.queries
     if not about and queries != _TOKENS_PER_FRAME * CHUNK:
         raise CheckpointError(
@@ -220,6 +223,7 @@ def open_evac(folder: Path, options: EvacOptions | None = None) -> EvacFiles:
         )
     return EvacFiles(
         folder=folder,
+        settings=settings,
         image_size=config.image_size,
         schedule_steps=config.schedule_steps,
         version=about.get("version", 0),
@@ -227,13 +231,8 @@ def open_evac(folder: Path, options: EvacOptions | None = None) -> EvacFiles:
         label=label,
         config=config,
         tensors=tensors,
-        options=options or EvacOptions(),
+        options=options,
     )
-
-
-def _as_tuples(facts: Mapping[str, Any]) -> dict[str, Any]:
-    check_sizes(facts)
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()}
 
 
 def convert_old(about: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -260,10 +259,10 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return parts | {name: config[name] for name in _OTHER_FACTS}
 
 
-def _find_tensors(folder: Path) -> tuple[str, dict[str, TensorPlace]]:
-    """Return the name of a world's main file, and its tensors by published name; none without a world."""
+def _find_tensors(folder: Path) -> tuple[str, dict[str, TensorFiles]]:
+    """Return the name of a world's main file, and its tensors' files by published name; none without one."""
     files, errors = _open_files(folder)
-    main = [path for path, places in files.items() if MARK in places]
+    main = [path for path, held in files.items() if MARK in held.names()]
     if not main:
         if errors:  # Perhaps it is the one that cannot be read.
             raise errors[0]
@@ -273,86 +272,166 @@ def _find_tensors(folder: Path) -> tuple[str, dict[str, TensorPlace]]:
             f"{folder} holds several EVAC checkpoints ({main[0].name}, {main[1].name}). Keep one."
         )
     own = {main[0].name, *map(file_name, PREFIXES)}
-    places = (item for path, places in files.items() if path.name in own for item in places.items())
-    tensors = {name: place for name, place in places if not _IGNORED.fullmatch(name)}
-    for part, find, advice in (
-        (
-            "image_encoder",
-            _tower,
-            f"without the image encoder (no tensor {PREFIXES['image_encoder']}conv1.weight), and no file "
-            f"with {_TOWER}. Put open_clip_pytorch_model.bin of OpenCLIP's ViT-H-14 beside it.",
-        ),
-        (
-            "pose_model",
-            _pose_model,
-            f"and no model of the hand's poses (no file with a linear layer of {ACTION_DIM + POSE_DIM} "
-            "inputs, abs_action_mean and abs_action_std). Put it beside the checkpoint.",
-        ),
-    ):
+    tensors = {
+        name: held
+        for path, held in files.items()
+        if path.name in own
+        for name in held.names()
+        if not _IGNORED.fullmatch(name)
+    }
+    for part, names_of in (("image_encoder", _tower_names), ("pose_model", _pose_names)):
         if any(name.startswith(PREFIXES[part]) for name in tensors):
             continue
-        if not (found := find(files)):
-            raise errors[0] if errors else CheckpointError(f"{folder} holds an EVAC checkpoint {advice}")
-        tensors |= {PREFIXES[part] + name: place for name, place in found.items()}
+        found = ((held, names_of(held.shapes)) for held in files.values())
+        named = next((held.renamed(names.get) for held, names in found if names), None)
+        if named is None:
+            raise errors[0] if errors else CheckpointError(f"{main[0]} is an EVAC checkpoint {_ADVICE[part]}")
+        tensors |= dict.fromkeys(named.names(), named)
     return str(main[0]), tensors
 
 
-def _open_files(folder: Path) -> tuple[Files, list[CheckpointError]]:
-    files: dict[Path, dict[str, TensorPlace]] = {}
-    errors = []
+def _open_files(folder: Path) -> tuple[dict[Path, TensorFiles], list[CheckpointError]]:
+    files, errors = dict[Path, TensorFiles](), list[CheckpointError]()
     own = {file_name(part): prefix for part, prefix in PREFIXES.items()}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if path.suffix not in (".ckpt", ".pt", ".pth", ".bin", ".safetensors"):
             continue
+        prefix = own.get(path.name, "")
         try:
-            source = TensorFiles(path)
+            files[path] = TensorFiles(path, rename=lambda n, prefix=prefix: prefix + n.removeprefix(_WRAPPED))
         except CheckpointError as error:
             errors.append(error)
-            continue
-        prefix = own.get(path.name, "")
-        files[path] = {
-            prefix + name.removeprefix(_WRAPPED): TensorPlace(shape, partial(source.read, name))
-            for name, shape in source.shapes.items()
-        }
     return files, errors
 
 
 def lacks(folder: Path) -> str:
     """Return the reason why a folder holds no EVAC checkpoint, or ""; see `worlds.files`."""
     files, errors = _open_files(folder)
-    if any(MARK in entries for entries in files.values()):
+    if any(MARK in held.names() for held in files.values()):
         return ""
     looked = f"no tensor {MARK} in its *.ckpt, *.pt, *.pth, *.bin and *.safetensors"
     return "; ".join([looked, *map(str, errors)])
 
 
-def _tower(files: Files) -> dict[str, TensorPlace]:
-    for entries in files.values():
-        if _TOWER in entries:
-            visual = {n.removeprefix("visual."): e for n, e in entries.items() if n.startswith("visual.")}
-            return {name: entry for name, entry in visual.items() if name != "proj"}
-    return {}
+# These two map stored names to published ones; an empty result stands for another file.
 
 
-def _pose_model(files: Files) -> dict[str, TensorPlace]:
-    """Find the model of the hand's poses by its shapes: the names of its layers are not agreed upon."""
-    inputs = ACTION_DIM + POSE_DIM
-    for path, entries in files.items():
-        weights = {n: e.shape for n, e in entries.items() if n.endswith("weight") and len(e.shape) == 2}
-        first = [name for name, shape in weights.items() if shape[1] == inputs]
-        statistics = {n.rpartition(".")[2]: n for n in entries if re.search(r"abs_action_(mean|std)$", n)}
-        if len(first) != 1 or len(statistics) != 2:
+def _tower_names(shapes: Mapping[str, torch.Size]) -> dict[str, str]:
+    visual = {name: name.removeprefix("visual.") for name in shapes if name.startswith("visual.")}
+    found = {name: PREFIXES["image_encoder"] + own for name, own in visual.items() if own != "proj"}
+    return found if _TOWER in shapes else {}
+
+
+def _pose_names(shapes: Mapping[str, torch.Size]) -> dict[str, str]:
+    """Find the layers by their shapes: their names are not agreed upon."""
+    weights = {name: s for name, s in shapes.items() if name.endswith("weight") and len(s) == 2}
+    hidden = [out for out, inputs in weights.values() if inputs == ACTION_DIM + POSE_DIM][:1]
+    sizes = [(n, m) for h in hidden for n, m in ((h, ACTION_DIM + POSE_DIM), (h, h), (POSE_DIM, h))]
+    layers = [name.removesuffix("weight") for size in sizes for name, s in weights.items() if s == size]
+    names = {
+        f"{layer}{kind}": f"net.{2 * i}.{kind}"
+        for i, layer in enumerate(layers)
+        for kind in ("weight", "bias")
+    }
+    names |= {n: n.rpartition(".")[2] for n in shapes if re.search(r"abs_action_(mean|std)$", n)}
+    found = {name: PREFIXES["pose_model"] + own for name, own in names.items() if name in shapes}
+    return found if len(layers) == 3 and len(found) == 8 else {}
+
+
+# ---- sizes ----
+
+
+class _Sizes(dict[str, torch.Size]):
+    """Shapes of a network's tensors by name without prefix; the KeyError of a missing one has the prefix."""
+
+    def __init__(self, prefix: str, shapes: Mapping[str, torch.Size]) -> None:
+        self.prefix = prefix
+        super().__init__({n.removeprefix(prefix): s for n, s in shapes.items() if n.startswith(prefix)})
+
+    def __missing__(self, name: str) -> torch.Size:
+        raise KeyError(self.prefix + name)
+
+
+def read_config(shapes: Mapping[str, torch.Size], about: Mapping[str, Any]) -> EvacConfig:
+    """Read the sizes of a world from shapes and world.json; without the latter, facts are as published."""
+    sizes = {part: _Sizes(prefix, shapes) for part, prefix in PREFIXES.items()}
+    facts = {name: _as_tuples(about[name]) if about else {} for name in _FACTS}
+    others = {name: about[name] for name in _OTHER_FACTS} if about else {"image_size": _IMAGE_SIZE}
+    return EvacConfig(
+        unet=_unet_size(sizes["unet"], facts["unet"]),
+        autoencoder=_autoencoder_size(sizes["autoencoder"], facts["autoencoder"]),
+        image_encoder=_image_encoder_size(sizes["image_encoder"], facts["image_encoder"]),
+        image_resampler=_resampler_size(sizes["image_resampler"], facts["image_resampler"]),
+        action_resampler=_resampler_size(sizes["action_resampler"], facts["action_resampler"]),
+        camera=Camera(**facts["camera"]),
+        motions=MotionStatistics(**facts["motions"]),
+        pose_hidden=sizes["pose_model"]["net.0.weight"][0],
+        **others,
+    )
+
+
+def _as_tuples(facts: Mapping[str, Any]) -> dict[str, Any]:
+    check_sizes(facts)
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()}
+
+
+def _unet_size(shapes: _Sizes, facts: Mapping[str, Any]) -> UNetConfig:
+    channels, inputs = shapes["input_blocks.0.0.weight"][:2]
+    level, blocks, multipliers, attention = 0, [0], [1], set[int]()
+    for number in range(1, count_blocks(r"input_blocks\.(\d+)\.", shapes)):
+        if f"input_blocks.{number}.0.op.weight" in shapes:
+            level, blocks, multipliers = level + 1, [*blocks, 0], [*multipliers, 1]
             continue
-        hidden = weights[first[0]][0]
-        sizes = ((hidden, inputs), (hidden, hidden), (POSE_DIM, hidden))
-        layers = [name for size in sizes for name, shape in weights.items() if shape == size]
-        biases = [name.removesuffix("weight") + "bias" for name in layers]
-        if len(layers) != 3 or not all(name in entries for name in biases):
-            raise CheckpointError(
-                f"{path} holds tensor {first[0]} and not the three linear layers of a model of the hand's "
-                "poses. Download it again."
-            )
-        named = {f"net.{2 * i}.weight": entries[name] for i, name in enumerate(layers)}
-        named |= {f"net.{2 * i}.bias": entries[name] for i, name in enumerate(biases)}
-        return named | {short: entries[name] for short, name in statistics.items()}
-    return {}
+        blocks[level] += 1
+        multipliers[level] = shapes[f"input_blocks.{number}.0.in_layers.2.weight"][0] // channels
+        if f"input_blocks.{number}.1.norm.weight" in shapes:
+            attention.add(level)
+    inner, _, _ = shapes["init_attn.0.proj_in.weight"]
+    return replace(
+        UNetConfig.published(),
+        channels=channels,
+        multipliers=tuple(multipliers),
+        res_blocks=blocks[0],
+        attention_levels=tuple(sorted(attention)),
+        context_dim=shapes["middle_block.1.transformer_blocks.0.attn2.to_k_ip.weight"][1],
+        initial_inner=inner,
+        in_channels=inputs,
+        out_channels=shapes["out.2.weight"][0],
+        domains=shapes["domain_embedding.weight"][0],
+        **facts,
+    )
+
+
+def _autoencoder_size(shapes: _Sizes, facts: Mapping[str, Any]) -> FrameVaeConfig:
+    levels = range(count_blocks(r"encoder\.down\.(\d+)\.", shapes))
+    return FrameVaeConfig(
+        widths=tuple(shapes[f"encoder.down.{i}.block.0.conv1.weight"][0] for i in levels),
+        layers_per_block=count_blocks(r"encoder\.down\.0\.block\.(\d+)\.", shapes),
+        channels=shapes["post_quant_conv.weight"][0],
+        **{"scale": _SCALE, **facts},
+    )
+
+
+def _image_encoder_size(shapes: _Sizes, facts: Mapping[str, Any]) -> conditions.ImageEncoderConfig:
+    width, _, patch, _ = shapes["conv1.weight"]
+    return conditions.ImageEncoderConfig(
+        width=width,
+        layers=count_blocks(r"transformer\.resblocks\.(\d+)\.", shapes),
+        heads=facts.get("heads", width // _IMAGE_HEAD_DIM),
+        mlp=shapes["transformer.resblocks.0.mlp.c_fc.weight"][0],
+        patch=patch,
+        size=patch * round((shapes["positional_embedding"][0] - 1) ** 0.5),
+    )
+
+
+def _resampler_size(shapes: _Sizes, facts: Mapping[str, Any]) -> conditions.ResamplerConfig:
+    _, queries, width = shapes["latents"]
+    head_dim = facts.get("head_dim", _HEAD_DIM)
+    return conditions.ResamplerConfig(
+        inputs=shapes["proj_in.weight"][1],
+        queries=queries,
+        width=width,
+        depth=count_blocks(r"layers\.(\d+)\.", shapes),
+        heads=shapes["layers.0.0.to_q.weight"][0] // head_dim,
+        head_dim=head_dim,
+    )

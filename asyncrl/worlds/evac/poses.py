@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -43,18 +44,9 @@ class MotionStatistics:
     stride: int = 3
     """Recorded frames between two frames that the network sees."""
 
-    def __post_init__(self) -> None:
-        if len(self.mean) != len(self.std) or len(self.mean) != MOTION_DIM - ARMS:
-            raise ValueError(f"motion statistics need 12 numbers, got {len(self.mean)} and {len(self.std)}")
-        if min(self.std) <= 0 or self.stride < 1:
-            raise ValueError("the spread of motions and the stride must be positive")
-
 
 class PoseModel(nn.Module):
     """Predicts the hand's next pose from an action and the present pose, both of one arm."""
-
-    abs_action_mean: Tensor
-    abs_action_std: Tensor
 
     def __init__(self, hidden: int = 64) -> None:
         super().__init__()
@@ -65,8 +57,8 @@ class PoseModel(nn.Module):
             nn.ReLU(),
             nn.Linear(hidden, POSE_DIM),
         )
-        self.register_buffer("abs_action_mean", torch.zeros(POSE_DIM))
-        self.register_buffer("abs_action_std", torch.ones(POSE_DIM))
+        self.abs_action_mean = nn.Buffer(torch.zeros(POSE_DIM))
+        self.abs_action_std = nn.Buffer(torch.ones(POSE_DIM))
 
     def forward(self, action_B7: Tensor, pose_B8: Tensor) -> Tensor:
         """Predict the next pose ``[B, 8]`` float32, in metres; its quaternion need not have length 1."""
@@ -111,15 +103,11 @@ def roll_pitch_yaw(quaternion: Tensor) -> Tensor:
 class Motions(nn.Module):
     """Normalised differences of poses."""
 
-    mean: Tensor
-    spread: Tensor
-
     def __init__(self, statistics: MotionStatistics) -> None:
         super().__init__()
         mean = torch.tensor(statistics.mean).view(ARMS, -1) * statistics.stride
         spread = torch.tensor(statistics.std).view(ARMS, -1) * statistics.stride
-        self.register_buffer("mean", mean, persistent=False)
-        self.register_buffer("spread", spread, persistent=False)
+        self.mean, self.spread = (nn.Buffer(both, persistent=False) for both in (mean, spread))
 
     def forward(self, poses_BF8: Tensor, before_BF8: Tensor) -> Tensor:
         """Compute the normalised motions from the pose before each frame: ``[B, F, 14]``, the arm twice."""
@@ -176,30 +164,19 @@ class Camera:
 class MapDrawer(nn.Module):
     """Draws the maps of one camera."""
 
-    palettes: Tensor
-    from_world: Tensor
-    position: Tensor
-    places: Tensor
-    axis_colours: Tensor
-    canvas: Tensor
-    rays: Tensor
-
     def __init__(self, camera: Camera, size: int, latent_size: int) -> None:
         super().__init__()
         self.camera = camera
         self.size = size
         to_world = rotation(torch.tensor(camera.quaternion, dtype=torch.float64))
-        buffers = {
-            "palettes": torch.tensor([_palette(_GREENS), _palette(_REDS)]),  # left arm, right arm
-            "from_world": to_world.T.float(),
-            "position": torch.tensor(camera.position),
-            "places": torch.arange(size, dtype=torch.float32),
-            "axis_colours": torch.eye(3),
-            "canvas": torch.full((3, 1, 1), CANVAS),
-            "rays": _ray_map(camera, to_world, latent_size),
-        }
-        for name, buffer in buffers.items():
-            self.register_buffer(name, buffer, persistent=False)
+        constant = partial(nn.Buffer, persistent=False)
+        self.palettes = constant(torch.tensor([_palette(_GREENS), _palette(_REDS)]))  # left arm, right arm
+        self.from_world = constant(to_world.T.float())
+        self.position = constant(torch.tensor(camera.position))
+        self.places = constant(torch.arange(size, dtype=torch.float32))
+        self.axis_colours = constant(torch.eye(3))
+        self.canvas = constant(torch.full((3, 1, 1), CANVAS))
+        self.rays = constant(_ray_map(camera, to_world, latent_size))
 
     def forward(self, poses_BF8: Tensor) -> Tensor:
         """Draw trajectory maps ``[B, F, 3, S, S]`` in [-1, 1] of an arm ``[B, F, 8]``, used for both."""

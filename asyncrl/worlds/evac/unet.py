@@ -15,6 +15,7 @@ Dimension letters:
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Final
 
@@ -122,18 +123,6 @@ def frames_to_axis(x_NChw: Tensor, frames: int) -> Tensor:
 def frames_to_batch(x_BCFhw: Tensor) -> Tensor:
     """Turn ``[B, C, F, h, w]`` into ``[B * F, C, h, w]``."""
     return x_BCFhw.transpose(1, 2).flatten(0, 1)
-
-
-class Downsample(nn.Module):
-    """Halves height and width."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.op = nn.Conv2d(channels, channels, 3, stride=2, padding=1)
-
-    def forward(self, x_NChw: Tensor) -> Tensor:
-        """Return ``[N, C, h / 2, w / 2]`` of ``[N, C, h, w]``."""
-        return self.op(x_NChw)
 
 
 class Upsample(nn.Module):
@@ -318,7 +307,8 @@ class EvacUNet(nn.Module):
                 blocks.append(nn.ModuleList(layers))
                 skips.append(channels)
             if level + 1 < len(size.multipliers):
-                blocks.append(nn.ModuleList([Downsample(channels)]))
+                halved = nn.Conv2d(channels, channels, 3, stride=2, padding=1)
+                blocks.append(nn.ModuleList([nn.Sequential(OrderedDict(op=halved))]))
                 skips.append(channels)
         return nn.ModuleList(blocks), skips
 
@@ -347,7 +337,10 @@ class EvacUNet(nn.Module):
     ) -> Tensor:
         """Predict the velocity of every frame: ``[B, 4, F, h, w]`` in the dtype of the weights."""
         dtype, frames = self.domain_embedding.weight.dtype, x_BCFhw.shape[2]
-        embedding_NE = self._embed(times_BF, fps_B, domain_B).flatten(0, 1)
+        times, fps = (sinusoid(numbers, self.size.channels).to(dtype) for numbers in (times_BF, fps_B))
+        told_BE = self.fps_embedding(fps) + self.domain_embedding(domain_B)
+        time_BFE = self.time_embed(times)
+        embedding_NE = (time_BFE + told_BE.unsqueeze(1)).flatten(0, 1)
         context = (image_BIK.to(dtype), actions_BFTK.to(dtype).flatten(0, 1))
         y = self.input_blocks[0][0](frames_to_batch(x_BCFhw.to(dtype)))  # type: ignore[index]
         y = self.init_attn[0](y, frames)
@@ -359,12 +352,6 @@ class EvacUNet(nn.Module):
         for block in self.output_blocks:
             y = _through(block, torch.cat([y, skips.pop()], dim=1), embedding_NE, context, frames)
         return frames_to_axis(self.out(y), frames)
-
-    def _embed(self, times_BF: Tensor, fps_B: Tensor, domain_B: Tensor) -> Tensor:
-        dtype, width = self.domain_embedding.weight.dtype, self.size.channels
-        time_BFE = self.time_embed(sinusoid(times_BF, width).to(dtype))
-        told_BE = self.fps_embedding(sinusoid(fps_B, width).to(dtype)) + self.domain_embedding(domain_B)
-        return time_BFE + told_BE.unsqueeze(1)
 
 
 def _embedder(width: int, embedding: int) -> nn.Sequential:

@@ -10,33 +10,34 @@ channels, h/w latent size, I image tokens, T tokens of an action, K their width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from asyncrl.config.sections import ImaginationSettings
 from asyncrl.devices.streams import CudaGraphed
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.errors import ConfigError
 from asyncrl.records import CHUNK, ActionSpec, StartState
 from asyncrl.storage.tensor_files import write_tensors
+from asyncrl.worlds.evac import ddim
+from asyncrl.worlds.evac import files as evac_files
 from asyncrl.worlds.evac.conditions import (
+    CONTEXT,
     EvacConfig,
     EvacNetworks,
     Geometry,
     action_tokens,
     condition_channels,
 )
-from asyncrl.worlds.evac.ddim import guided, normal_noise, normal_words, sampling_steps, seed_words
-from asyncrl.worlds.evac.files import CONTEXT, KIND, EvacFiles, EvacOptions, facts_of, file_name, open_evac
-from asyncrl.worlds.evac.published import published_tensors
-from asyncrl.worlds.files import AS_SAVED, FolderWorld, write_about
+from asyncrl.worlds.evac.ddim import EvacOptions, normal_noise, normal_words
+from asyncrl.worlds.evac.files import EvacFiles
+from asyncrl.worlds.files import FolderWorld, write_about
 from asyncrl.worlds.slots import TensorState, finite_rows, open_each_once
 from asyncrl.worlds.start_states import check_beginnings
 
@@ -129,6 +130,7 @@ class EvacWorld(FolderWorld):
     """Imagines frames with EVAC's video diffusion network and a frame-wise autoencoder."""
 
     needs_pose = True
+    files = staticmethod(evac_files.open_evac)
 
     def __init__(
         self,
@@ -144,7 +146,7 @@ class EvacWorld(FolderWorld):
         self.options = options or EvacOptions()
         self.version = version
         self.image_size = config.image_size
-        self.steps = sampling_steps(self.options.steps or config.schedule_steps, self.options.eta)
+        self.steps = ddim.sampling_steps(self.options.steps or config.schedule_steps, self.options.eta)
         self._geometry = Geometry(config)
         self._velocity: Callable[..., Tensor] = networks.unet
         self._noise: Callable[..., Tensor] = normal_noise
@@ -156,20 +158,9 @@ class EvacWorld(FolderWorld):
         return ActionSpec()
 
     @classmethod
-    def files(cls, folder: Path, settings: ImaginationSettings, own: Mapping[str, Any]) -> EvacFiles:
-        """See `FolderWorld.files`."""
-        return open_evac(folder, EvacOptions.from_settings(settings, own))
-
-    @classmethod
-    def from_files(
-        cls,
-        files: EvacFiles,
-        device: torch.device,
-        settings: ImaginationSettings = AS_SAVED,
-        dtype: torch.dtype | None = None,
-    ) -> Self:
+    def from_files(cls, files: EvacFiles, device: torch.device, dtype: torch.dtype | None = None) -> Self:
         """See `FolderWorld.from_files`."""
-        networks = files.load(device, dtype or files.types(settings).dtype)
+        networks = files.load(device, dtype)
         return cls(networks, files.config, options=files.options, version=files.version, device=device)
 
     def modules(self) -> dict[str, nn.Module]:
@@ -269,7 +260,7 @@ class EvacWorld(FolderWorld):
     @torch.no_grad()
     def denoise(self, conditions: Conditions, noise_seeds: Sequence[int]) -> Tensor:
         """Draw the latents of the new frames: ``[B, Z, C, h, w]`` float32."""
-        seeds_B2 = to_device(seed_words(noise_seeds), self.device)
+        seeds_B2 = to_device(ddim.seed_words(noise_seeds), self.device)
         _, channels, _, height, width = conditions.history.shape
         shape = (channels, CHUNK, height, width)
         draws = self._constants[3]
@@ -297,13 +288,14 @@ class EvacWorld(FolderWorld):
         )[:, :, self.config.history :].float()
         if options.guidance != 1:
             conditional, unconditional = velocity.chunk(2)
-            return guided(conditional, unconditional, options.guidance, options.guidance_rescale)
+            return ddim.guided(conditional, unconditional, options.guidance, options.guidance_rescale)
         return velocity
 
 
 def save_world(folder: Path, world: EvacWorld) -> None:
     """Write one safetensors file per network, and world.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    for part, tensors in published_tensors(world.networks).items():
-        write_tensors(folder / file_name(part), tensors)
-    write_about(folder, KIND, version=world.version, **facts_of(asdict(world.config)))
+    for part, tensors in evac_files.published_tensors(world.networks).items():
+        write_tensors(folder / evac_files.file_name(part), tensors)
+    facts = evac_files.facts_of(asdict(world.config))
+    write_about(folder, evac_files.KIND, version=world.version, **facts)

@@ -7,11 +7,11 @@ index), the autoencoder in ``vae/`` and ``dataset_statistics.json``. Sizes are r
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,27 +20,27 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.sections import ImaginationSettings
-from asyncrl.devices.float8 import check_device, saved_bytes, use_float8
 from asyncrl.devices.tensors import constant_to_device
-from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.errors import CheckpointError
 from asyncrl.records import ACTION_DIM, CHUNK, SlotBytes
 from asyncrl.storage.atomic import read_json, write_json
-from asyncrl.storage.tensor_files import TensorFiles, check_fit, fill, header_names
+from asyncrl.storage.tensor_files import TensorFiles, header_names
 from asyncrl.storage.untrusted import check_sizes, shortened
 from asyncrl.worlds.files import (
     AS_SAVED,
+    NO_SETTINGS,
     OPENSORA_MARKS,
-    WeightTypes,
-    WorldFolder,
+    LatentWorldFolder,
+    count_blocks,
     lacks_opensora,
     read_about,
+    refuse,
+    refuse_own_settings,
     shape_of,
     transformer_files,
 )
 from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
 from asyncrl.worlds.opensora.stdit3 import CONDITION, UNUSED, STDiT3, STDiT3Config
-
-_log = logging.getLogger(__name__)
 
 KIND: Final = "opensora"
 TRANSFORMER: Final = "transformer.safetensors"
@@ -86,71 +86,19 @@ class ActionRange:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenSoraFiles(WorldFolder):
-    """An OpenSora world on disk without its weights."""
+class OpenSoraFiles(LatentWorldFolder):
+    """An OpenSora world on disk without its weights; of its transformer, the tensors that it uses."""
 
+    NETWORKS = (STDiT3, FrameVae)
     # Rounded, positions would turn by other angles than those of the fit.
     EXACT_WEIGHTS = frozenset({"rope.freqs"})
+    FLOAT8 = ("spatial_blocks", "temporal_blocks")
 
-    transformer: TensorFiles  # Without the tensors that nothing reads.
-    transformer_size: STDiT3Config
-    vae: TensorFiles
-    vae_size: FrameVaeConfig
     action_range: ActionRange
 
-    @property
-    def action_dim(self) -> int:
-        """Numbers per action."""
-        return self.transformer_size.action_dim
-
-    def slot_bytes(self, settings: ImaginationSettings = AS_SAVED, decisions: int = 0) -> SlotBytes:
+    def slot_bytes(self, decisions: int = 0) -> SlotBytes:
         """See `WorldFolder.slot_bytes`."""
-        return slot_bytes(self.transformer_size, self.vae_size, self.image_size, self.types(settings).dtype)
-
-    def build(self) -> tuple[STDiT3, FrameVae]:
-        """Build the modules without memory for their weights (on the meta device)."""
-        with torch.device("meta"):
-            return STDiT3(self.transformer_size), FrameVae(self.vae_size, at_once=FRAMES_AT_ONCE)
-
-    def check(self, settings: ImaginationSettings = AS_SAVED) -> int:
-        """See `WorldFolder.check`."""
-        transformer, vae = self.build()
-        check_fit(transformer, self.transformer, unused=False)
-        check_fit(vae, self.vae, unused=False)
-        types, blocks = self.types(settings), (transformer.spatial_blocks, transformer.temporal_blocks)
-        saved = sum(saved_bytes(block, types.dtype) for block in blocks)
-        return types.nbytes(transformer) + types.nbytes(vae) - saved * (settings.precision == "float8")
-
-    def load(
-        self, device: torch.device, dtype: torch.dtype | None, settings: ImaginationSettings
-    ) -> tuple[STDiT3, FrameVae]:
-        """Load the networks for inference, one tensor at a time; see `FolderWorld.from_files`."""
-        rounded = settings.precision == "float8"
-        if rounded:
-            check_device(device)
-        self.check()
-        types = self.types(settings) if dtype is None else WeightTypes(dtype=dtype)
-        transformer, vae = self.build()
-        fill(transformer, self.transformer, dtype=types.dtype, device=device, exact=types.exact)
-        fill(vae, self.vae, dtype=types.dtype, device=device)
-        vae.use_channels_last()
-        for blocks in (transformer.spatial_blocks, transformer.temporal_blocks) if rounded else ():
-            use_float8(blocks)
-        return transformer.eval().requires_grad_(False), vae.eval().requires_grad_(False)
-
-
-def check_settings(settings: ImaginationSettings) -> None:
-    """Refuse settings that this kind of world cannot follow."""
-    if settings.context == "frames":
-        raise ConfigError(
-            "--imagination.context is frames, but an OpenSora world remembers its last four frames as "
-            "latents, as published: it has no other way. Use --imagination.context latents, or auto."
-        )
-    if settings.decoder == "tiny":
-        raise ConfigError(
-            "--imagination.decoder is tiny, but there is no distilled decoder for an OpenSora world. Use "
-            "--imagination.decoder full."
-        )
+        return slot_bytes(self.transformer_size, self.vae_size, self.image_size, self.dtype)
 
 
 def slot_bytes(size: STDiT3Config, vae: FrameVaeConfig, image_size: int, dtype: torch.dtype) -> SlotBytes:
@@ -167,8 +115,21 @@ def slot_bytes(size: STDiT3Config, vae: FrameVaeConfig, image_size: int, dtype: 
     return SlotBytes(kept=2 * state, scratch=prefix + block + pixels, shared=drawing)
 
 
-def open_world(folder: Path) -> OpenSoraFiles:
-    """Read sizes and facts of a world, without its weights."""
+def open_world(
+    folder: Path, settings: ImaginationSettings = AS_SAVED, own: Mapping[str, Any] = NO_SETTINGS
+) -> OpenSoraFiles:
+    """See `FolderWorld.files`."""
+    refuse_own_settings(own, "an OpenSora world")
+    refuse(
+        {
+            "context is frames, but an OpenSora world remembers its last four frames as latents, as "
+            "published: it has no other way. Use --imagination.context latents, or auto.": (
+                settings.context == "frames"
+            ),
+            "decoder is tiny, but there is no distilled decoder for an OpenSora world. Use "
+            "--imagination.decoder full.": settings.decoder == "tiny",
+        }
+    )
     about = read_about(folder, KIND, published=not lacks_opensora(folder))
     transformer = transformer_files(folder, _OWN)
     if transformer is None:
@@ -191,6 +152,7 @@ def open_world(folder: Path) -> OpenSoraFiles:
         )
     return OpenSoraFiles(
         folder=folder,
+        settings=settings,
         transformer=transformer.renamed(lambda name: None if any(part in name for part in UNUSED) else name),
         transformer_size=size,
         vae=vae,
@@ -200,6 +162,7 @@ def open_world(folder: Path) -> OpenSoraFiles:
         schedule_steps=about.get("schedule_steps", STEPS),
         version=about.get("version", 0),
         published=not about,
+        action_dim=size.action_dim,
     )
 
 
@@ -212,9 +175,7 @@ def recognise_transformer(files: TensorFiles, about: Mapping[str, Any]) -> STDiT
             "OpenSora-STDiT-v3 that videos are made with. Use a world (RLinf-OpenSora-LIBERO-*)."
         )
 
-    def shape(name: str, axes: int) -> torch.Size:
-        return shape_of(files, shapes, name, axes, "STDiT3")
-
+    shape = partial(shape_of, files, "STDiT3")
     numbers = shape("action_embedder.fc.0.weight", 2)[1]
     if numbers != ACTION_DIM and not about:
         raise CheckpointError(
@@ -223,10 +184,9 @@ def recognise_transformer(files: TensorFiles, about: Mapping[str, Any]) -> STDiT
     width, channels, _, patch, _ = shape("x_embedder.proj.weight", 5)
     head_dim = shape("spatial_blocks.0.attn.q_norm.weight", 1)[0]
     inner = shape("spatial_blocks.0.mlp.fc1.weight", 2)[0]
-    depths = (re.match(r"(?:spatial|temporal)_blocks\.(\d+)\.", name) for name in shapes)
     try:
         return STDiT3Config(
-            depth=len({match[1] for match in depths if match}),
+            depth=count_blocks(r"(?:spatial|temporal)_blocks\.(\d+)\.", shapes),
             width=width,
             heads=width // head_dim if head_dim else 0,
             channels=channels,
@@ -257,20 +217,12 @@ def recognise_vae(folder: Path, about: Mapping[str, Any]) -> tuple[TensorFiles, 
             channels=content["latent_channels"],
             groups=content.get("norm_num_groups", 32),
         )
-        scale = content.get("scaling_factor", size.scale)
-        if about:
-            size = replace(size, scale=scale)
+        # Published worlds are trained with the scale of `FrameVaeConfig`, whatever their file has.
+        size = replace(size, scale=content.get("scaling_factor", size.scale)) if about else size
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{inside / 'config.json'} does not describe an AutoencoderKL ({error!r}). Download it again."
         ) from error
-    if scale != size.scale:
-        _log.warning(
-            "%s says scaling_factor %s; worlds of this kind are trained with %s, which is used",
-            inside / "config.json",
-            scale,
-            size.scale,
-        )
     return files, size
 
 

@@ -14,23 +14,22 @@ differ, A numbers of an action.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from asyncrl.config.sections import ImaginationSettings
 from asyncrl.devices.streams import CudaGraphed
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.records import CHUNK, ActionSpec, StartState
 from asyncrl.storage.tensor_files import write_tensors
-from asyncrl.worlds.files import AS_SAVED, FolderWorld, refuse_own_settings, write_about
+from asyncrl.worlds.files import FolderWorld, write_about
 from asyncrl.worlds.layers import FrameVae
 from asyncrl.worlds.opensora.files import (
     KIND,
@@ -40,7 +39,6 @@ from asyncrl.worlds.opensora.files import (
     VAE_FILE,
     ActionRange,
     OpenSoraFiles,
-    check_settings,
     open_world,
     write_vae_config,
 )
@@ -60,6 +58,8 @@ class OpenSoraState(TensorState):
 
 class OpenSoraWorld(FolderWorld):
     """Imagines frames with an action-conditioned STDiT3 and a frame autoencoder."""
+
+    files = staticmethod(open_world)
 
     def __init__(
         self,
@@ -83,28 +83,16 @@ class OpenSoraWorld(FolderWorld):
         sampling_times(schedule_steps)  # refuses 0 steps here and not at the first decision
 
     @classmethod
-    def files(cls, folder: Path, settings: ImaginationSettings, own: Mapping[str, Any]) -> OpenSoraFiles:
-        """See `FolderWorld.files`."""
-        refuse_own_settings(own, "an OpenSora world")
-        check_settings(settings)
-        return open_world(folder)
-
-    @classmethod
-    def from_files(
-        cls,
-        files: OpenSoraFiles,
-        device: torch.device,
-        settings: ImaginationSettings = AS_SAVED,
-        dtype: torch.dtype | None = None,
-    ) -> Self:
+    def from_files(cls, files: OpenSoraFiles, device: torch.device, dtype: torch.dtype | None = None) -> Self:
         """See `FolderWorld.from_files`."""
-        transformer, vae = files.load(device, dtype, settings)
+        transformer, vae = files.load(device, dtype)
+        vae.use_channels_last()
         return cls(
             transformer,
             vae,
             files.action_range,
             image_size=files.image_size,
-            schedule_steps=settings.steps or files.schedule_steps,
+            schedule_steps=files.settings.steps or files.schedule_steps,
             version=files.version,
             device=device,
         )
@@ -183,12 +171,7 @@ class OpenSoraWorld(FolderWorld):
 
 @lru_cache(maxsize=32)
 def sampling_times(steps: int) -> tuple[float, ...]:
-    """Return the times of `steps` network calls, from pure noise downwards, and the final 0.
-
-    Example:
-        >>> sampling_times(4)
-        (1000.0, 750.0, 500.0, 250.0, 0.0)
-    """
+    """Return the times of `steps` network calls, from pure noise downwards, and the final 0."""
     if steps < 1:
         raise ValueError(f"a schedule needs at least one step, got {steps}")
     return tuple(NOISE_TIME * (steps - k) / steps for k in range(steps + 1))
@@ -209,11 +192,6 @@ def sample(velocity: Callable[[Tensor, Tensor], Tensor], noise: Tensor, *, steps
     return x
 
 
-def training_times(count: int, generator: torch.Generator) -> Tensor:
-    """Draw ``[count]`` float32 times in 0..1000 whose logit is standard normal, on the CPU."""
-    return NOISE_TIME * torch.randn(count, generator=generator).sigmoid()
-
-
 def window_loss(
     transformer: Callable[[Tensor, Tensor, Tensor], Tensor],
     latents_BZFhw: Tensor,
@@ -225,7 +203,8 @@ def window_loss(
     """Compute the mean squared error ``[]`` of ``clean - noise`` of the new frames from clean windows."""
     clean = latents_BZFhw.float()
     device = clean.device
-    times_B = training_times(clean.shape[0], generator).to(device)
+    # The logit of a time is standard normal.
+    times_B = (NOISE_TIME * torch.randn(clean.shape[0], generator=generator).sigmoid()).to(device)
     noise = torch.randn(clean.shape, generator=generator).to(device)
     given, new = clean[:, :, :CONDITION], clean[:, :, CONDITION:]
     if condition_noise:
@@ -237,12 +216,7 @@ def window_loss(
 
 
 def normalise(actions_BCA: Tensor, low_A: Tensor, high_A: Tensor) -> Tensor:
-    """Return ``2 (a - low) / (high - low) - 1`` of actions in the policy's units; float32.
-
-    Example:
-        >>> normalise(torch.tensor([0.5, 4.0]), torch.tensor([0.0, 0.0]), torch.tensor([1.0, 2.0])).tolist()
-        [0.0, 3.0]
-    """
+    """Return ``2 (a - low) / (high - low) - 1`` of actions in the policy's units; float32."""
     return 2 * (actions_BCA - low_A) / (high_A - low_A) - 1
 
 

@@ -7,9 +7,9 @@ Wan's authors and of diffusers are both read. Sizes are read from shapes; world.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -18,19 +18,21 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import Tensor, nn
 
 from asyncrl.config.sections import ImaginationSettings, WorldDefaults
-from asyncrl.devices.float8 import check_device, saved_bytes, use_float8
 from asyncrl.errors import CheckpointError
 from asyncrl.records import ACTION_DIM, CHUNK, SlotBytes
 from asyncrl.storage.atomic import copy_others, read_json, replacing, write_json
-from asyncrl.storage.tensor_files import TensorFiles, check_fit, fill, write_file
+from asyncrl.storage.tensor_files import TensorFiles, write_file
 from asyncrl.worlds.files import (
     ABOUT,
     AS_SAVED,
+    NO_SETTINGS,
+    OPENSORA_MARKS,
     WAN_MARKS,
     WAN_PREFIX,
-    WeightTypes,
-    WorldFolder,
+    LatentWorldFolder,
+    count_blocks,
     read_about,
+    refuse_own_settings,
     renamed,
     shape_of,
     transformer_files,
@@ -54,8 +56,6 @@ ADAPTER_FOLDER: Final = "adapter"
 HEAD_DIM: Final = 128
 IMAGE_SIZE: Final = 256
 SCHEDULE_STEPS: Final = 5
-OPENSORA: Final = "x_embedder.proj.weight"
-"""A tensor of OpenSora's transformer, which is published in a file of the same name, and not of Wan's."""
 TENSORS_AT_ONCE: Final = 10
 """The decoder's largest tensors alive at the peak, measured: docs/measurements/run_speed.md."""
 _OWN: Final = ("patch_embedding.", "blocks.", "time_embedding.", "time_projection.", "action_mlp", "head.")
@@ -81,92 +81,59 @@ _VAE_NAMES: Final = (
 
 
 def vae_name(name: str) -> str:
-    """Map a tensor name of ``Wan2.2_VAE.pth``, or of diffusers, to that of diffusers.
-
-    Example:
-        >>> vae_name("decoder.upsamples.0.upsamples.3.time_conv.bias")
-        'decoder.up_blocks.0.upsampler.time_conv.bias'
-    """
+    """Map a tensor name of ``Wan2.2_VAE.pth``, or of diffusers, to that of diffusers."""
     return renamed(name, _VAE_NAMES)
 
 
-def open_transformer(folder: Path) -> TensorFiles | None:
-    """Open the files of a folder's transformer, by any of its names; None without one."""
-    own = [f"{prefix}{name}" for prefix in ("", WAN_PREFIX) for name in _OWN]
-    return transformer_files(folder, own, (WAN_TRANSFORMER, TRANSFORMER))
-
-
 @dataclass(frozen=True, kw_only=True)
-class WanFiles(WorldFolder):
+class WanFiles(LatentWorldFolder):
     """A Wan world on disk without its weights; tensors have diffusers' names."""
 
+    NETWORKS = (ActionWanTransformer, WanVae)
     # Actions enter through these: rounded, they would not cancel what is far from zero, as in pixels.
     EXACT_WEIGHTS = frozenset(
         f"{layer}.{part}" for layer in ("action_mlp1.0", "action_mlp2.0") for part in ("weight", "bias")
     )
+    FLOAT8 = ("blocks",)
+    SPARE_TENSORS = True
 
-    transformer: TensorFiles
-    transformer_size: TransformerConfig
-    vae: TensorFiles
-    vae_size: VaeConfig
-
-    def defaults(self, settings: ImaginationSettings = AS_SAVED) -> WorldDefaults:
+    def defaults(self) -> WorldDefaults:
         """See `WorldFolder.defaults`."""
         # A distilled decoder goes on from where it stopped, so with it the memory is in latents.
-        context = "frames" if self.published and settings.decoder != "tiny" else "latents"
-        return replace(super().defaults(settings), context=context)
-
-    def context(self, settings: ImaginationSettings) -> Literal["frames", "latents"]:
-        """Return the form of the memory, see `ImaginationSettings.context`."""
-        return self.defaults(settings).context if settings.context == "auto" else settings.context
+        context = "frames" if self.published and self.settings.decoder != "tiny" else "latents"
+        return replace(super().defaults(), context=context)
 
     @property
-    def action_dim(self) -> int:
-        """Numbers per action."""
-        return self.transformer_size.action_dim
+    def context(self) -> Literal["frames", "latents"]:
+        """Form of the memory, see `ImaginationSettings.context`."""
+        return self.defaults().context if self.settings.context == "auto" else self.settings.context
 
-    def slot_bytes(self, settings: ImaginationSettings = AS_SAVED, decisions: int = 0) -> SlotBytes:
+    def slot_bytes(self, decisions: int = 0) -> SlotBytes:
         """See `WorldFolder.slot_bytes`."""
         _, vae = self.build()
-        nn.Module.to(vae, self.types(settings).dtype)  # diffusers' own `to` warns
-        return slot_bytes(vae, self.image_size, self.context(settings))
+        nn.Module.to(vae, self.dtype)  # diffusers' own `to` warns
+        return slot_bytes(vae, self.image_size, self.context)
 
-    def build(self) -> tuple[ActionWanTransformer, WanVae]:
-        """Build the modules without memory for their weights (on the meta device)."""
-        with torch.device("meta"):
-            return ActionWanTransformer(self.transformer_size), WanVae(self.vae_size)
-
-    def check(self, settings: ImaginationSettings = AS_SAVED) -> int:
+    def check(self) -> int:
         """See `WorldFolder.check`."""
-        transformer, vae = self.build()
-        check_fit(transformer, self.transformer)
-        check_fit(vae, self.vae)
-        if settings.decoder == "tiny":
-            self._tiny_decoder("cpu", torch.float32)
-        types = self.types(settings)
-        nbytes = types.nbytes(transformer) + types.nbytes(vae)
-        return nbytes - saved_bytes(transformer.blocks, types.dtype) * (settings.precision == "float8")
+        self.tiny_decoder(torch.device("cpu"), torch.float32)
+        return super().check()
 
     def load(
-        self, device: torch.device | str, dtype: torch.dtype | None, settings: ImaginationSettings
-    ) -> tuple[ActionWanTransformer, WanVae, TinyDecoder | None]:
-        """Load the networks for inference, one tensor at a time, straight to `device`; see `load_world`."""
-        types = self.types(settings) if dtype is None else WeightTypes(dtype=dtype)
-        if settings.precision == "float8":
-            check_device(torch.device(device))
-        transformer, vae = self.build()
-        fill(transformer, self.transformer, dtype=types.dtype, device=device, exact=types.exact)
-        if settings.precision == "float8":
-            use_float8(transformer.blocks)
+        self, device: torch.device, dtype: torch.dtype | None = None
+    ) -> tuple[ActionWanTransformer, WanVae]:
+        """See `LatentWorldFolder.load`."""
+        transformer, vae = super().load(device, dtype)
         size = self.transformer_size
         # Not in the file: computed from the size.
         transformer.rope = WanRotaryPosEmbed(size.head_dim, (1, size.patch, size.patch), 1024).to(device)
-        fill(vae, self.vae, dtype=types.dtype, device=device)
         use_channels_last(vae)
-        decoder = self._tiny_decoder(device, types.dtype) if settings.decoder == "tiny" else None
-        return transformer.eval().requires_grad_(False), vae.eval().requires_grad_(False), decoder
+        return transformer, vae
 
-    def _tiny_decoder(self, device: torch.device | str, dtype: torch.dtype) -> TinyDecoder:
+    def tiny_decoder(self, device: torch.device, dtype: torch.dtype) -> TinyDecoder | None:
+        """Load the distilled decoder; None if the settings ask for the full one."""
+        if self.settings.decoder != "tiny":
+            return None
         mean, std = self.vae_size.latents_mean, self.vae_size.latents_std
         return load_decoder(self.folder, latents_mean=mean, latents_std=std, device=device, dtype=dtype)
 
@@ -192,31 +159,37 @@ def slot_bytes(vae: WanVae, image_size: int, context: Literal["frames", "latents
     return SlotBytes(kept=kept, scratch=TENSORS_AT_ONCE * largest)
 
 
-def open_world(folder: Path) -> WanFiles:
-    """Read sizes and facts of a world, without its weights."""
-    transformer = open_transformer(folder)
+def open_world(
+    folder: Path, settings: ImaginationSettings = AS_SAVED, own: Mapping[str, Any] = NO_SETTINGS
+) -> WanFiles:
+    """See `FolderWorld.files`."""
+    refuse_own_settings(own, "a Wan world")
+    begins = [f"{prefix}{name}" for prefix in ("", WAN_PREFIX) for name in _OWN]
+    transformer = transformer_files(folder, begins, (WAN_TRANSFORMER, TRANSFORMER))
     about = read_about(folder, KIND, published=transformer is not None)
     if transformer is None:
         raise CheckpointError(f"{folder / TRANSFORMER} is missing. Save the world again.")
     vae_file = next((path for name in (WAN_VAE, VAE) if (path := folder / name).is_file()), None)
     if vae_file is None:
-        wanted = VAE if about else WAN_VAE
         raise CheckpointError(
             f"{folder} holds a transformer ({transformer.paths[0].name}) and no autoencoder: "
-            f"{folder / wanted} does not exist. Download it into the same folder."
+            f"{folder / (VAE if about else WAN_VAE)} does not exist. Download it into the same folder."
         )
-    vae = TensorFiles(vae_file)
+    transformer, vae = transformer.renamed(transformer_name), TensorFiles(vae_file, rename=vae_name)
     try:
+        size = recognise_transformer(transformer, about)
         return WanFiles(
             folder=folder,
-            transformer=transformer.renamed(transformer_name),
-            transformer_size=recognise_transformer(transformer, about),
-            vae=vae.renamed(vae_name),
+            settings=settings,
+            transformer=transformer,
+            transformer_size=size,
+            vae=vae,
             vae_size=recognise_vae(vae, about),
             image_size=about.get("image_size", IMAGE_SIZE),
             schedule_steps=about.get("schedule_steps", SCHEDULE_STEPS),
             version=about.get("version", 0),
             published=not about,
+            action_dim=size.action_dim,
         )
     except CheckpointError:
         raise
@@ -225,19 +198,31 @@ def open_world(folder: Path) -> WanFiles:
 
 
 def recognise_transformer(files: TensorFiles, about: Mapping[str, Any]) -> TransformerConfig:
-    """Return the size of the transformer in `files`."""
-    shapes = {transformer_name(name): shape for name, shape in files.shapes.items()}
-    numbers = shapes.get("action_mlp1.0.weight", (0,))[-1] if about else ACTION_DIM
-    if why := _unsupported(shapes, numbers):
+    """Return the size of the transformer in `files`, by diffusers' names."""
+    shapes = files.shapes
+    inputs = [shapes.get(f"action_mlp{n}.0.weight", (0,))[-1] for n in (1, 2)]
+    numbers = inputs[0] if about else ACTION_DIM
+    marks = [transformer_name(mark) for mark in WAN_MARKS]
+    refused = {
+        "is OpenSora's (STDiT3), and not Wan's": OPENSORA_MARKS[0] in shapes,
+        f"is no Wan transformer (it lacks {' or '.join(WAN_MARKS)})": not shapes.keys() >= {*marks},
+        "takes no actions (no action_mlp1, no action_mlp2): a Wan2.2-TI2V-5B as its makers published it": (
+            not any(inputs)
+        ),
+        "takes actions in the modulation only (TI2V3: no action_mlp1)": not inputs[0],
+        "takes actions in cross-attention only (TI2V1: no action_mlp2)": not inputs[1],
+        "scales its actions by action_scale, and how is not published": (
+            any(name.startswith("action_scale") for name in shapes)
+        ),
+        f"takes actions of {inputs[0]} numbers": inputs != [numbers, FRAMES_PER_LATENT * numbers],
+    }
+    if why := next((why for why, wrong in refused.items() if wrong), ""):
         raise CheckpointError(
             f"{files.label} {why}. The variant that can be read takes 7-D actions in cross-attention and in "
             "the modulation (TI2V2): the model-00001.safetensors of RLinf-Wan-LIBERO-Spatial, -Object or "
             "-Goal."
         )
-
-    def shape(name: str, axes: int) -> torch.Size:
-        return shape_of(files, shapes, name, axes, "Wan model")
-
+    shape = partial(shape_of, files, "Wan model")
     width, channels, _, patch, _ = shape("patch_embedding.weight", 5)
     head_dim = int(about["head_dim"]) if about else HEAD_DIM
     if head_dim < 1 or width % head_dim:
@@ -245,7 +230,7 @@ def recognise_transformer(files: TensorFiles, about: Mapping[str, Any]) -> Trans
     return TransformerConfig(
         heads=width // head_dim,
         head_dim=head_dim,
-        layers=_count(r"blocks\.(\d+)\.", shapes),
+        layers=count_blocks(r"blocks\.(\d+)\.", shapes),
         ffn_dim=shape("blocks.0.ffn.net.0.proj.weight", 2)[0],
         channels=channels,
         patch=patch,
@@ -255,58 +240,28 @@ def recognise_transformer(files: TensorFiles, about: Mapping[str, Any]) -> Trans
     )
 
 
-def _unsupported(shapes: Mapping[str, torch.Size], numbers: int) -> str | None:
-    token, vector = (shapes.get(f"action_mlp{n}.0.weight") for n in (1, 2))
-    scales = sorted(name for name in shapes if name.startswith("action_scale"))
-    if OPENSORA in shapes:
-        return "is OpenSora's (STDiT3), and not Wan's"
-    if any(transformer_name(mark) not in shapes for mark in WAN_MARKS):
-        return f"is no Wan transformer (it lacks {' or '.join(WAN_MARKS)})"
-    if token is None and vector is None:
-        return (
-            "takes no actions (no action_mlp1, no action_mlp2): a Wan2.2-TI2V-5B as its makers published it"
-        )
-    scaled = f", scaled by {scales[0]}" if scales else ""
-    if token is None:
-        return f"takes actions in the modulation only (TI2V3: no action_mlp1{scaled})"
-    if vector is None:
-        return f"takes actions in cross-attention only (TI2V1: no action_mlp2{scaled})"
-    if scales:
-        return f"scales its actions by {scales[0]}, and how is not published"
-    if (token[-1], vector[-1]) != (numbers, FRAMES_PER_LATENT * numbers):
-        return f"takes actions of {token[-1]} numbers"
-    return None
-
-
 def recognise_vae(files: TensorFiles, about: Mapping[str, Any]) -> VaeConfig:
-    """Return the size of the autoencoder in `files`; arguments as of `recognise_transformer`."""
-    shapes = {vae_name(name): shape for name, shape in files.shapes.items()}
-    z_dim = shape_of(files, shapes, "post_quant_conv.weight", 5, "Wan model")[0]
+    """Return the size of the autoencoder in `files`, by diffusers' names."""
+    shape, published = partial(shape_of, files, "Wan model"), VaeConfig.full()
+    z_dim = shape("post_quant_conv.weight", 5)[0]
+    mean, std = published.latents_mean, published.latents_std
     if about:
         mean, std = (tuple(map(float, about[name])) for name in ("latents_mean", "latents_std"))
         if not len(mean) == len(std) == z_dim:
             raise ValueError(f"latents_mean and latents_std need {z_dim} numbers each")
-    else:
-        full = VaeConfig.full()
-        if z_dim != full.z_dim:
-            raise CheckpointError(
-                f"{files.label} has {z_dim} latent channels; Wan 2.2 has {full.z_dim}, and the statistics of "
-                "others are not known here. Use Wan2.2_VAE.pth."
-            )
-        mean, std = full.latents_mean, full.latents_std
+    elif z_dim != published.z_dim:
+        raise CheckpointError(
+            f"{files.label} has {z_dim} latent channels; Wan 2.2 has {published.z_dim}, and the statistics "
+            "of others are not known here. Use Wan2.2_VAE.pth."
+        )
     return VaeConfig(
         z_dim=z_dim,
-        base_dim=shape_of(files, shapes, "encoder.conv_in.weight", 5, "Wan model")[0],
-        decoder_base_dim=shape_of(files, shapes, "decoder.norm_out.gamma", 4, "Wan model")[0],
-        res_blocks=_count(r"encoder\.down_blocks\.0\.resnets\.(\d+)\.", shapes),
+        base_dim=shape("encoder.conv_in.weight", 5)[0],
+        decoder_base_dim=shape("decoder.norm_out.gamma", 4)[0],
+        res_blocks=count_blocks(r"encoder\.down_blocks\.0\.resnets\.(\d+)\.", files.shapes),
         latents_mean=mean,
         latents_std=std,
     )
-
-
-def _count(pattern: str, names: Iterable[str]) -> int:
-    matches = (re.match(pattern, name) for name in names)
-    return len({match[1] for match in matches if match})
 
 
 def rewrite_world(source: Path, folder: Path, tensors: Mapping[str, Tensor], version: int) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -36,18 +36,6 @@ from asyncrl.worlds.wan.vae import (
 )
 
 
-class Decoder(Protocol):
-    """The full decoder, or a `TinyDecoder`."""
-
-    def decode(self, latents_BZFhw: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
-        """Draw the next frames of `B` videos in [-1, 1]; arguments and result as of `decode_step`."""
-        ...
-
-    def compile(self) -> None:
-        """Compile for one fixed batch size."""
-        ...
-
-
 class FullDecoder:
     """The autoencoder's own decoder."""
 
@@ -56,13 +44,13 @@ class FullDecoder:
         self._layers: Layers = decode_layers
 
     def decode(self, latents_BZFhw: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
-        """See `Decoder.decode`."""
+        """Draw the next frames of `B` videos in [-1, 1]; arguments and result as of `decode_step`."""
         # Single latents open videos, in batches of many sizes: compiling would begin again for each.
         layers = decode_layers if latents_BZFhw.shape[2] == 1 else self._layers
         return decode_step(self.vae, latents_BZFhw, cache, layers=layers)
 
     def compile(self) -> None:
-        """See `Decoder.compile`."""
+        """Compile for one fixed batch size."""
         self._layers = torch.compile(decode_layers, fullgraph=True, dynamic=False)
 
 
@@ -142,7 +130,7 @@ class TinyDecoder(nn.Module):
     def decode(
         self, latents_BZFhw: Tensor, cache: Memory | None, *, clamp: bool = True
     ) -> tuple[Tensor, Memory]:
-        """See `Decoder.decode`; `clamp` as of `decode_step`."""
+        """See `FullDecoder.decode`; `clamp` as of `decode_step`."""
         if cache is None and latents_BZFhw.shape[2] != 1:
             raise ValueError(f"a video starts with a single latent frame, got {latents_BZFhw.shape[2]}")
         opens = latents_BZFhw.shape[2] == 1  # not compiled, as in `FullDecoder`

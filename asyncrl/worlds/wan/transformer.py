@@ -188,12 +188,9 @@ class ActionWanTransformer(WanTransformer3DModel):
 
     def _unpatch(self, tokens_BSP: Tensor, like_BZFhw: Tensor) -> Tensor:
         patch = self.size.patch
-        frames, height, width = (
-            like_BZFhw.shape[2],
-            like_BZFhw.shape[3] // patch,
-            like_BZFhw.shape[4] // patch,
-        )
-        grid = tokens_BSP.unflatten(2, (patch, patch, -1)).unflatten(1, (frames, height, width))
+        frames, height, width = like_BZFhw.shape[2:]
+        places = (frames, height // patch, width // patch)
+        grid = tokens_BSP.unflatten(2, (patch, patch, -1)).unflatten(1, places)
         # [B, F, h/p, w/p, p, p, Z] -> [B, Z, F, h/p, p, w/p, p]
         return grid.permute(0, 6, 1, 2, 4, 3, 5).flatten(5, 6).flatten(3, 4)
 
@@ -204,10 +201,5 @@ def _enter(mlp: Any, actions: Tensor) -> Tensor:
 
 
 def transformer_name(name: str) -> str:
-    """Map a tensor name of Wan's authors, or of diffusers, to that of diffusers.
-
-    Example:
-        >>> transformer_name("blocks.3.self_attn.o.bias"), transformer_name("blocks.3.attn1.to_out.0.bias")
-        ('blocks.3.attn1.to_out.0.bias', 'blocks.3.attn1.to_out.0.bias')
-    """
+    """Map a tensor name of Wan's authors, or of diffusers, to that of diffusers."""
     return renamed(name, _TRANSFORMER_NAMES)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import torch
@@ -325,22 +325,20 @@ def encode_stream(vae: WanVae, video_B3THW: Tensor, *, frames_per_step: int = 16
     """Encode whole videos of 1 + 4 k frames in [-1, 1] to normalised latents ``[B, Z, 1 + k, h, w]``."""
     if video_B3THW.shape[2] % 4 != 1:
         raise ValueError(f"a video must have 1 + 4 k frames, got {video_B3THW.shape[2]}")
-    latents, cache = encode_step(vae, video_B3THW[:, :, :1], None)
-    parts = [latents]
-    for start in range(1, video_B3THW.shape[2], frames_per_step):
-        latents, cache = encode_step(vae, video_B3THW[:, :, start : start + frames_per_step], cache)
-        parts.append(latents)
-    return torch.cat(parts, dim=2)
+    return _in_steps(partial(encode_step, vae), video_B3THW, frames_per_step)
 
 
 def decode_stream(
     vae: WanVae, latents_BZFhw: Tensor, *, latents_per_step: int = 4, clamp: bool = True
 ) -> Tensor:
     """Decode whole videos from normalised latents: ``[B, 3, 1 + 4 (F - 1), H, W]``."""
-    frames, cache = decode_step(vae, latents_BZFhw[:, :, :1], None, clamp=clamp)
-    parts = [frames]
-    for start in range(1, latents_BZFhw.shape[2], latents_per_step):
-        step = latents_BZFhw[:, :, start : start + latents_per_step]
-        frames, cache = decode_step(vae, step, cache, clamp=clamp)
-        parts.append(frames)
+    return _in_steps(partial(decode_step, vae, clamp=clamp), latents_BZFhw, latents_per_step)
+
+
+def _in_steps(step: Callable[..., tuple[Tensor, Cache]], x: Tensor, size: int) -> Tensor:
+    part, cache = step(x[:, :, :1], None)
+    parts = [part]
+    for start in range(1, x.shape[2], size):
+        part, cache = step(x[:, :, start : start + size], cache)
+        parts.append(part)
     return torch.cat(parts, dim=2)

@@ -17,7 +17,7 @@ Dimension letters: B slots, Z latent channels, h/w latent size, H/W pixels, T = 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -29,16 +29,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from asyncrl.config.sections import ImaginationSettings
 from asyncrl.devices.streams import CudaGraphed
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.records import ActionSpec, StartState, dummy_action
 from asyncrl.storage.tensor_files import write_tensors
-from asyncrl.worlds.files import AS_SAVED, FolderWorld, refuse_own_settings, write_about
+from asyncrl.worlds.files import FolderWorld, write_about
 from asyncrl.worlds.slots import TensorState, draw_noise, finite_rows, open_each_once
 from asyncrl.worlds.start_states import check_beginnings
 from asyncrl.worlds.wan.files import KIND, TRANSFORMER, VAE, WanFiles, open_world
-from asyncrl.worlds.wan.tiny_decoder import Decoder, FullDecoder
+from asyncrl.worlds.wan.tiny_decoder import FullDecoder, TinyDecoder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer
 from asyncrl.worlds.wan.vae import Cache, Layers, WanVae, encode_layers, encode_step
 
@@ -69,6 +68,8 @@ class WanState(TensorState):
 class WanWorld(FolderWorld):
     """Imagines frames with an action-conditioned Wan transformer and the Wan autoencoder."""
 
+    files = staticmethod(open_world)
+
     def __init__(
         self,
         transformer: ActionWanTransformer,
@@ -79,7 +80,7 @@ class WanWorld(FolderWorld):
         version: int = 0,
         device: torch.device | str = "cpu",
         memory: Literal["frames", "latents"] = "latents",
-        decoder: Decoder | None = None,
+        decoder: TinyDecoder | None = None,
     ) -> None:
         """Join the networks and move them to `device`; the decoder is the autoencoder's own if None."""
         self.transformer = transformer
@@ -87,7 +88,7 @@ class WanWorld(FolderWorld):
         self.schedule_steps = schedule_steps
         self.version = version
         self.memory = memory
-        self.decoder: Decoder = decoder or FullDecoder(vae)
+        self.decoder: Any = decoder or FullDecoder(vae)
         self.image_size = image_size
         self._encoder_layers: Layers = encode_layers
         self._velocity: Callable[..., Tensor] = transformer
@@ -95,30 +96,18 @@ class WanWorld(FolderWorld):
         sampling_sigmas(schedule_steps)  # refuses 0 steps here and not at the first decision
 
     @classmethod
-    def files(cls, folder: Path, settings: ImaginationSettings, own: Mapping[str, Any]) -> WanFiles:
-        """See `FolderWorld.files`."""
-        refuse_own_settings(own, "a Wan world")
-        return open_world(folder)
-
-    @classmethod
-    def from_files(
-        cls,
-        files: WanFiles,
-        device: torch.device,
-        settings: ImaginationSettings = AS_SAVED,
-        dtype: torch.dtype | None = None,
-    ) -> Self:
+    def from_files(cls, files: WanFiles, device: torch.device, dtype: torch.dtype | None = None) -> Self:
         """See `FolderWorld.from_files`."""
-        transformer, vae, decoder = files.load(device, dtype, settings)
+        transformer, vae = files.load(device, dtype)
         return cls(
             transformer,
             vae,
             image_size=files.image_size,
-            schedule_steps=settings.steps or files.schedule_steps,
+            schedule_steps=files.settings.steps or files.schedule_steps,
             version=files.version,
             device=device,
-            memory=files.context(settings),
-            decoder=decoder,
+            memory=files.context,
+            decoder=files.tiny_decoder(device, dtype or files.dtype),
         )
 
     @property
@@ -242,12 +231,7 @@ def _shift(sigma: Tensor) -> Tensor:
 
 @lru_cache(maxsize=32)
 def sampling_sigmas(steps: int) -> tuple[float, ...]:
-    """Compute the noise levels of an Euler sampler with `steps` network calls, and the final 0.
-
-    Example:
-        >>> [round(1000 * sigma, 2) for sigma in sampling_sigmas(3)]
-        [1000.0, 909.09, 714.29, 0.0]
-    """
+    """Compute the noise levels of an Euler sampler with `steps` network calls, and the final 0."""
     if steps < 1:
         raise ValueError(f"a schedule needs at least one step, got {steps}")
     sigmas = _shift(torch.linspace(1, 0, steps + 1, dtype=torch.float64)[:-1])

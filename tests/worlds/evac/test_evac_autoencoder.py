@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from asyncrl.worlds.evac.published import published_state
+from asyncrl.worlds.evac.files import published_state
 from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
 from support.evac import SCALE, randomised
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.worlds.evac.conditions import ImageEncoder, ImageEncoderConfig
-from asyncrl.worlds.evac.published import published_state
+from asyncrl.worlds.evac.files import published_state
 from support.evac import TINY_IMAGE_ENCODER, randomised
 from support.formulas import gelu, layer_norm
 

@@ -101,7 +101,7 @@ def test_files_of_the_true_size_are_recognised_and_checked_without_reading_them(
     RANGE.write(tmp_path)
     files = open_world(tmp_path)
     assert (files.transformer_size, files.vae_size) == (STDiT3Config.xl2(), FrameVaeConfig.published())
-    assert (files.image_size, files.schedule_steps, files.types().dtype) == (256, 10, torch.bfloat16)
+    assert (files.image_size, files.schedule_steps, files.dtype) == (256, 10, torch.bfloat16)
     assert files.check() == 2 * (907_789_892 + 83_653_863)
     kept, scratch = files.slot_bytes().kept, files.slot_bytes().scratch
     assert kept == 2 * (64 * 2**10 + 1)
