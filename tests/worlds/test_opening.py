@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from asyncrl.cli import run
 from asyncrl.config.sections import ImaginationSettings
@@ -108,7 +109,7 @@ def test_wan_draws_the_very_frames_of_slots_that_are_opened_each_for_itself(memo
     states = [*beginnings(64)[:4], *shipped[:2], shipped[0]][:slots]
     actions = some_actions(slots)
     shared, apart = world.start(states), world.open_slots(states)
-    for one, other in zip(shared._tensors(), apart._tensors(), strict=True):
+    for one, other in zip(*(tree_leaves(vars(state)) for state in (shared, apart)), strict=True):
         assert torch.equal(one, other)
     for decision in range(2):
         frames, shared = world.imagine(shared, actions, range(slots))
