@@ -8,12 +8,15 @@ Dimension letters:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+
+from asyncrl.errors import ConfigError
 
 CHUNK: Final = 8  # steps per decision: actions of a policy call, frames of a world model's call
 ACTION_DIM: Final = 7  # (dx, dy, dz, droll, dpitch, dyaw, gripper)
@@ -94,11 +97,26 @@ class StartState:
         return self.context_frames[-1] if len(self.context_frames) else self.frame
 
 
-class Sampling(NamedTuple):
-    """How actions are drawn from a policy's distribution, as in `Episode`."""
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How actions are drawn from a policy's distribution; the log-probs of an episode depend on it."""
 
     temperature: float
-    top_k: int
+    """Divides the logits; 0: the most likely token, with its log-prob at temperature 1 without top-k."""
+    top_k: int = 0
+    """Only the `top_k` most likely tokens can be sampled; 0 means all of them."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ConfigError(
+                f"The sampling temperature is {self.temperature}, but it divides the logits: it must "
+                "be finite and not negative. Use 1.0 for the policy as is, more to explore, "
+                "0 for the most likely action."
+            )
+        if self.top_k < 0:
+            raise ConfigError(
+                f"top_k is {self.top_k}, but it counts tokens and cannot be negative. Use 0 for all 256."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

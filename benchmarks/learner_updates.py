@@ -207,7 +207,7 @@ def passes_alone(update: Update, batch: Batch) -> None:
 def parts(update: Update, groups: Sequence[Sequence[Episode]], settings: Settings) -> list[list[object]]:
     watch = Stopwatch(update.device)
     places: tuple[tuple[Any, str, str], ...] = (
-        (update_module, "kl_after_step", "KL to the policy before"),
+        (update_module, "add_kl_after_step", "KL to the policy before"),
         (update.forward, "evaluate", "forward passes"),
         (torch.Tensor, "backward", "backward passes"),
         (update.optimizer, "zero_grad", "clearing the gradient"),

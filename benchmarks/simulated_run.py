@@ -23,7 +23,7 @@ from measuring import table
 
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.sections import ReplaySettings
-from asyncrl.records import Sampling
+from asyncrl.records import SamplingParams
 from asyncrl.replay.group_file import GroupFile
 from asyncrl.replay.interface import ReceiptStatus
 from asyncrl.replay.limiter import Limiter
@@ -237,7 +237,7 @@ class Simulation:
             newest_version=newest,
             size=0,
             decisions=0,
-            sampling=Sampling(1.0, 0),
+            sampling=SamplingParams(temperature=1.0),
             world_version=0,
             episode_ids=(),
             attributes={"group_size": self.scale.group_size, "successes": 0},

@@ -174,12 +174,7 @@ def learner_offload(config: TrainConfig, update: Update) -> IdleOffload:
 
 
 def learner_group(
-    config: TrainConfig,
-    job: Job,
-    ranks: int,
-    device: torch.device,
-    *,
-    while_waiting: Callable[[], object] = lambda: None,
+    config: TrainConfig, job: Job, ranks: int, device: torch.device
 ) -> AbstractContextManager[LearnerRanks]:
     """Meet the other learner ranks for the time of a block; all call it at about the same time."""
     rank = job.rank if ranks > 1 else 0
@@ -193,7 +188,6 @@ def learner_group(
         f"{who} to make its part of an update or a checkpoint",
         store=PrefixStore("learners", open_store(job, MEETING_DEADLINE)) if ranks > 1 else None,
         patience=config.batch_timeout + first_weights_deadline(config),
-        while_waiting=while_waiting,
     )
 
 
@@ -275,7 +269,7 @@ def learn_as_follower(
     port = ZmqLearnerPort(info.replay_endpoint, rank=job.rank, security=keys, identity=start.identity)
     size, copies = len(placement.learners), copies_of(config, placement, hosts)
     try:
-        with learner_group(config, job, size, device, while_waiting=poll) as ranks:
+        with learner_group(config, job, size, device) as ranks:
             build_learner(
                 config,
                 start,

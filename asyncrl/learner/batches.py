@@ -19,7 +19,7 @@ from asyncrl.errors import ReplayError
 from asyncrl.observability import metrics_system as r
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import LAG_RANGES, Metric
-from asyncrl.records import Episode, Float32, Uint8
+from asyncrl.records import Episode, Float32, SamplingParams, Uint8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,7 @@ class Batch:
     final_more_frames: Uint8 | None = None  # [B, V, H, W, 3]
     final_states: Float32 | None = None  # [B, Q]
     group_size: int
-    temperature: float
-    top_k: int
+    sampling: SamplingParams
 
 
 def build_batch(groups: Sequence[Sequence[Episode]], *, version: int) -> Batch:
@@ -85,8 +84,7 @@ def build_batch(groups: Sequence[Sequence[Episode]], *, version: int) -> Batch:
         final_more_frames=optional(np.stack, "final_more_frames"),
         final_states=optional(np.stack, "final_state"),
         group_size=episodes[0].group_size,
-        temperature=episodes[0].temperature,
-        top_k=episodes[0].top_k,
+        sampling=SamplingParams(temperature=episodes[0].temperature, top_k=episodes[0].top_k),
     )
 
 

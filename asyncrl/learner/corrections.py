@@ -141,6 +141,7 @@ def correction_level(settings: CorrectionSettings, level: Level) -> CorrectionLe
 
 
 def staleness_metrics(
+    metrics: MetricAccumulator,
     settings: CorrectionSettings,
     level: Level,
     old_logprob: Tensor,
@@ -151,12 +152,12 @@ def staleness_metrics(
     episode: Tensor,
     lag: Tensor,
     with_advantage: Tensor,
-) -> MetricAccumulator:
+) -> None:
     """Compare the policy before the update with the one that sampled; once per decision and update.
 
     `with_advantage` ``[D]`` bool: in some recipes decisions without an advantage are not evaluated.
     """
-    metrics, own = MetricAccumulator(), correction_level(settings, level)
+    own = correction_level(settings, level)
     valid = mask & with_advantage[:, None, None]
     units = valid_units(valid, "decision" if own == "episode" else own)
 
@@ -179,4 +180,3 @@ def staleness_metrics(
         metrics.mean(m.IMPORTANCE_CAPPED, (weights != at_level(weighed)).float(), units)
         metrics.mean(m.IMPORTANCE_MEAN, weights, units)
         metrics.moments("weight", weights, units)
-    return metrics

@@ -62,10 +62,9 @@ class PolicyForward:
         rows_R = rows_R[longest_first(self.prompt_lengths(batch.tasks)[rows_R])]
         logprob_DCA = torch.zeros(batch.mask.shape, device=self.device)
         value_DK: Tensor | None = None
-        for rows in self._micro_batches(len(rows_R)):
-            rows_M = PADDING_ROW if rows is None else rows_R[rows]
+        for rows_M, own in self._micro_batches(rows_R):
             result = self.evaluate(batch, rows_M)
-            if rows is None:
+            if not own:
                 continue
             here_M = moved(rows_M, self.device)
             logprob_DCA[here_M] = result.logprob
@@ -78,28 +77,22 @@ class PolicyForward:
     @torch.no_grad()
     def final_values(self, batch: Batch) -> Tensor:
         """Compute the critic's value ``[B]`` of truncated episodes' last observations, else 0; collective."""
-        tasks = _task_of_episode(batch)
+        tasks = dict(zip(batch.episode.tolist(), batch.tasks, strict=True))
+        final = (batch.final_frames, batch.final_more_frames, batch.final_states)
         truncated_R = torch.nonzero(~batch.terminated).flatten()
         lengths = self.prompt_lengths([tasks[row] for row in truncated_R.tolist()])
-        truncated_R = truncated_R[longest_first(lengths)]
         value_B = torch.zeros(len(batch.returns), device=self.device)
-        for rows in self._micro_batches(len(truncated_R)):
-            rows_M = PADDING_ROW if rows is None else truncated_R[rows]
-            value_M = self.values_at_end(batch, rows_M)
-            if rows is not None:
+        for rows_M, own in self._micro_batches(truncated_R[longest_first(lengths)]):
+            padded = self._padded(rows_M)
+            inputs = self._inputs(*final, [tasks[row] for row in padded.tolist()], padded.numpy())
+            value_M = self.policy.values(inputs)[: len(rows_M), 0].float()
+            if own:
                 value_B[moved(rows_M, self.device)] = value_M
         return value_B
 
-    def values_at_end(self, batch: Batch, rows_M: Tensor) -> Tensor:
-        """Compute the critic's value of the final observations of episodes ``[M]``: ``[M]`` float32."""
-        tasks, padded = _task_of_episode(batch), self._padded(rows_M)
-        final = (batch.final_frames, batch.final_more_frames, batch.final_states)
-        inputs = self._inputs(*final, [tasks[row] for row in padded.tolist()], padded.numpy())
-        return self.policy.values(inputs)[: len(rows_M), 0].float()
-
-    def _micro_batches(self, rows: int) -> Iterator[slice | None]:
-        for part in self.split(rows):
-            yield part
+    def _micro_batches(self, rows_R: Tensor) -> Iterator[tuple[Tensor, bool]]:
+        for part in self.split(len(rows_R)):
+            yield (PADDING_ROW, False) if part is None else (rows_R[part], True)
             process_status.progress()
 
     def split(self, rows: int) -> list[slice | None]:
@@ -131,9 +124,8 @@ class PolicyForward:
     def _arguments(self, batch: Batch, rows_M: Tensor) -> tuple[Any, dict[str, Tensor], SamplingParams]:
         tasks = [batch.tasks[row] for row in rows_M.tolist()]
         inputs = self._inputs(batch.frames, batch.more_frames, batch.states, tasks, rows_M.numpy())
-        sampling = SamplingParams(temperature=batch.temperature, top_k=batch.top_k)
         sample = {name: moved(values[rows_M], self.device) for name, values in batch.sample.items()}
-        return inputs, sample, sampling
+        return inputs, sample, batch.sampling
 
     def _inputs(
         self,
@@ -149,10 +141,6 @@ class PolicyForward:
         if states is None:
             return self.policy.preprocess(pictures, tasks)
         return self.policy.preprocess(pictures, tasks, states[rows])
-
-
-def _task_of_episode(batch: Batch) -> dict[int, str]:
-    return dict(zip(batch.episode.tolist(), batch.tasks, strict=True))
 
 
 class Reference:

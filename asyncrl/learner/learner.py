@@ -14,13 +14,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
-
-from torch import nn
 
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
 from asyncrl.devices.tensors import host_peak, peak_memory
@@ -64,42 +61,27 @@ class BatchWait:
     """One wait for a batch; it times out `timeout` seconds after its last episode or decision."""
 
     def __init__(self, timeout: float, clock: Callable[[], float], *, most_decisions: int) -> None:
-        self._timeout, self._clock = timeout, clock
-        self._allowed = self._allowed_left = most_decisions
-        self._began = self._progressed_at = clock()
-        self._most_episodes, self._decisions = 0, -1
+        self._timeout, self._clock, self._most = timeout, clock, most_decisions
+        self._left, self._episodes, self._decisions = most_decisions, 0, -1
+        self.began = self._progressed_at = clock()
 
     @property
     def remaining(self) -> float:
         """Return the seconds until the timeout, unless the batch progresses; never negative."""
         return max(0.0, self._progressed_at + self._timeout - self._clock())
 
-    @property
-    def seconds(self) -> float:
-        """Return the seconds since it began."""
-        return self._clock() - self._began
-
     def update(self, status: SampleTimeout) -> bool:
         """Return True if the batch progressed: a group imagined again is no progress twice."""
         # A new replay counts from 0.
         made = 0 if self._decisions < 0 else max(0, status.decisions - self._decisions)
-        self._decisions = status.decisions
-        more_episodes = status.episodes > self._most_episodes
+        self._decisions, more_episodes = status.decisions, status.episodes > self._episodes
         if more_episodes:
-            self._most_episodes, self._allowed_left = status.episodes, self._allowed
-        progressed = more_episodes or (made > 0 and self._allowed_left > 0)
-        self._allowed_left -= made
+            self._episodes, self._left = status.episodes, self._most
+        progressed = more_episodes or (made > 0 and self._left > 0)
+        self._left -= made
         if progressed:
             self._progressed_at = self._clock()
         return progressed
-
-    def timeout_error(self, awaited: str, status: SampleTimeout) -> RunError:
-        """Return the error of a run whose batch made no progress."""
-        return RunError(
-            f"The learner waited {self._timeout:g} s (--batch-timeout) for {awaited} and nothing moved on: "
-            f"no episode was admitted and no actor reported decisions ({self.seconds:.0f} s in all). "
-            f"{status} Look into the actors' logs; raise --batch-timeout if one decision takes longer."
-        )
 
 
 class Learner:
@@ -128,6 +110,7 @@ class Learner:
         self.ranks, self.algorithm = update.ranks, update.recipe.algorithm
         self.end_reason = ""  # Why the run ended well before its last update; else empty
         self.version = self.groups_used = 0
+        self._parameters = update.policy.trainable_parameters
         self._failure: Exception | None = None  # While the others go on: raised once all have saved
         self._heartbeat_at = clock()
         self._actors_joined = self._update_in_progress = False
@@ -188,11 +171,11 @@ class Learner:
                 self._save()
             if failure_reason := self.update.stepper.failure_reason:
                 self._save()
-                raise RunError(f"{failure_reason} {self._where_to_resume(checkpoint.WRITE_DEADLINE)}")
+                raise RunError(f"{failure_reason} {self._finish_checkpoint(checkpoint.WRITE_DEADLINE)}")
 
     def _next_shard(self) -> Groups | None:
         try:
-            while (shard := self._next_description()) is not None:
+            while (shard := self.ranks.share_batch(self._next_batch(), self._while_waiting)) is not None:
                 began, timeout = self.clock(), self.settings.batch_timeout
                 fetched = fetch_shard(self.replay, self.ranks, shard, timeout, self.stop_requested)
                 self._waited += self.clock() - began
@@ -205,11 +188,15 @@ class Learner:
         finally:
             self.offload.restore()
 
-    def _next_description(self) -> BatchDescription | None:
-        batch = None
+    def _while_waiting(self) -> None:
+        self.stop_requested()  # It looks after children.
+        self.offload.offload_if_idle()
+
+    def _next_batch(self) -> BatchDescription | None:
+        if self.ranks.rank > 0 or self._failure:
+            return None
         try:
-            if self.ranks.rank == 0 and not self._failure:
-                batch = self._choose_batch()
+            return self._choose_batch()
         except KeyboardInterrupt:
             _log.info("interrupted at version %d", self.version)
         except NothingToLearn as end:
@@ -218,36 +205,40 @@ class Learner:
             if not self._actors_joined:
                 raise  # Nothing happened yet that would have to be saved.
             self._failure = error
-        return self.ranks.share_batch(batch, self.offload.offload_if_idle)
+        return None
 
     def _choose_batch(self) -> BatchDescription | None:
-        """Wait for a batch; None: a stop was requested."""
+        timeout = self.settings.batch_timeout
         if not self._actors_joined:
             deadline = self.settings.first_weights_deadline
             self.publisher.wait_for_first(self.version, deadline, self.stop_requested)
             self._actors_joined, self._row_began = True, self.clock()
         groups, size = self.algorithm.groups_per_update, self.algorithm.group_size
         most_decisions = groups * size * self.update.max_decisions * self.settings.batches_ahead
-        with waits.waiting(waits.BATCH, self.settings.batch_timeout):
-            wait = BatchWait(self.settings.batch_timeout, self.clock, most_decisions=most_decisions)
+        with waits.waiting(waits.BATCH, timeout):
+            wait = BatchWait(timeout, self.clock, most_decisions=most_decisions)
             while not self.stop_requested():
                 if self.clock() - self._heartbeat_at >= HEARTBEAT_EVERY:
                     self._heartbeat_at = self.clock()
                     self.ranks.send_heartbeat()
                 self.offload.offload_if_idle()
-                timeout = min(SAMPLE_SLICE, self.offload.next_check_in, wait.remaining)
+                slice_ = min(SAMPLE_SLICE, self.offload.next_check_in, wait.remaining)
                 try:
-                    batch = self.replay.choose(groups=groups, version=self.version, timeout=timeout)
+                    batch = self.replay.choose(groups=groups, version=self.version, timeout=slice_)
                 except SampleTimeout as status:
                     if wait.update(status):
                         process_status.progress()
                     ready, episodes = f"{status.groups} of {groups}", f"{status.episodes} of {groups * size}"
                     process_status.describe(f"{waits.BATCH.name}: {ready} groups, {episodes} episodes")
                     if not wait.remaining:
-                        awaited = f"{groups} groups at version {self.version}"
-                        raise wait.timeout_error(awaited, status) from status
+                        raise RunError(
+                            f"The learner waited {timeout:g} s (--batch-timeout) for {groups} groups at "
+                            f"version {self.version} and nothing moved on: no episode was admitted and no "
+                            f"actor reported decisions ({self.clock() - wait.began:.0f} s in all). {status} "
+                            "Look into the actors' logs; raise --batch-timeout if one decision takes longer."
+                        ) from status
                 else:
-                    self._waited += wait.seconds
+                    self._waited += self.clock() - wait.began
                     return batch
         return None
 
@@ -275,7 +266,7 @@ class Learner:
                 f"Weights are not finite, {len(names)} of {len(tensors)} tensors ({', '.join(names[:3])}), "
                 f"{'after' if self._update_in_progress else 'before'} the update from version "
                 f"{self.version}. They are neither published nor saved. Continue with --resume and a lower "
-                f"--optimizer.learning-rate, or begin with another --policy. {self._where_to_resume()}"
+                f"--optimizer.learning-rate, or begin with another --policy. {self._finish_checkpoint()}"
             )
 
     def _publish(self) -> None:
@@ -283,16 +274,9 @@ class Learner:
         self.replay.report_version(self.version)
 
     def _write_row(self, metrics: dict[Metric, float]) -> None:
-        with self._defer_failure():
-            metrics = metrics | self._status()
-        with self._defer_failure():
-            self.write_row(self.version, metrics)
-
-    @contextmanager
-    def _defer_failure(self) -> Iterator[None]:
         try:
-            yield
-        except Exception as error:
+            self.write_row(self.version, metrics | self._status())
+        except Exception as error:  # The other ranks go on.
             self._failure = self._failure or error
 
     def _status(self) -> dict[Metric, float]:
@@ -318,7 +302,8 @@ class Learner:
         return status
 
     def _save(self) -> None:
-        if self._update_in_progress and self.update.stepper.stepped:
+        stepper = self.update.stepper
+        if self._update_in_progress and stepper.stepped:
             _log.warning("no checkpoint: interrupted in the middle of an update; the one before it stays")
             return
         if self._saved_version == self.version:
@@ -326,8 +311,8 @@ class Learner:
         progress = Progress(
             version=self.version,
             groups_used=self.groups_used,
-            bad_updates=self.update.stepper.bad_updates,
-            bad_in_a_row=self.update.stepper.bad_in_a_row,
+            bad_updates=stepper.bad_updates,
+            bad_in_a_row=stepper.bad_in_a_row,
         )
         self.checkpoints.save(
             progress,
@@ -357,16 +342,11 @@ class Learner:
         except Exception as error:
             _log.warning("version %d could not be saved: %s", self.version, error)
 
-    def _where_to_resume(self, deadline: float = SHUTDOWN_TIMEOUT_CHECKPOINT) -> str:
-        self._finish_checkpoint(deadline)
-        newest = self.checkpoints.newest
-        return f"The newest checkpoint is {newest}." if newest else "There is no checkpoint yet."
-
-    def _finish_checkpoint(self, deadline: float = SHUTDOWN_TIMEOUT_CHECKPOINT) -> None:
+    def _finish_checkpoint(self, deadline: float = SHUTDOWN_TIMEOUT_CHECKPOINT) -> str:
+        """Returns where to resume."""
         try:
             self.checkpoints.finish(deadline)
         except CheckpointError as error:
             _log.warning("%s", error)
-
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        return self.update.policy.trainable_parameters()
+        newest = self.checkpoints.newest
+        return f"The newest checkpoint is {newest}." if newest else "There is no checkpoint yet."

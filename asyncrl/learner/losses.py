@@ -45,11 +45,6 @@ def valid_units(mask_DCA: Tensor, level: Level) -> Tensor:
     return actions_DC1 if level == "action" else actions_DC1.any(dim=1, keepdim=True)
 
 
-def units_per_decision(level: Level, steps: int, dim: int) -> int:
-    """Count the units of a decision of ``C`` steps and ``A`` numbers per step."""
-    return {"token": steps * dim, "action": steps, "decision": 1}[level]
-
-
 def has_advantage(advantages: Tensor) -> Tensor:
     """Mark the decisions with an advantage that is not 0, ``[D]`` bool."""
     return (advantages != 0).flatten(1).any(dim=1)

@@ -24,7 +24,7 @@ from asyncrl.learner.fsdp import Precision
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
-from asyncrl.policies.interface import Policy, SamplingParams
+from asyncrl.policies.interface import Policy
 
 
 class MetricAccumulator:
@@ -57,15 +57,6 @@ class MetricAccumulator:
         values, mask = torch.broadcast_tensors(values.detach().double(), mask)
         self.mean(name, values, mask)
         self.mean(f"{name}^2", values.square(), mask)
-
-    def fold(self, other: MetricAccumulator) -> None:
-        """Add all values of another accumulator."""
-        for metric, (total, number) in other._sums.items():
-            self._add(metric, total, number)
-        for metric, part in other._totals.items():
-            self.total(metric, part)
-        for metric, top in other._maxima.items():
-            self._maxima[metric] = torch.maximum(self._maxima.get(metric, top), top)
 
     def reduce(self, ranks: LearnerRanks, steps: int = 1) -> dict[Metric | str, float]:
         """Reduce over the ranks: means by name (also of squares), totals per optimizer step, maxima."""
@@ -128,13 +119,12 @@ def forward_flops(policy: Policy, batch: Batch, rows: int, device: torch.device)
     """Count the FLOPs of a decision's forward pass on the first `rows`; collective on a sharded policy."""
     rows = min(rows, len(batch.tasks))
     inputs = policy.preprocess(batch.frames[:rows], batch.tasks[:rows])
-    sampling = SamplingParams(temperature=batch.temperature, top_k=batch.top_k)
     sample = {name: values[:rows].to(device) for name, values in batch.sample.items()}
     counting = FlopCounterMode(display=False)
     # A compiler that meets the counter marks every block as not to be compiled, for good.
     uncompiled = torch.compiler.set_stance("force_eager")
     with uncompiled, torch.no_grad(), counting as counter:
-        policy.evaluate(inputs, sample, sampling)
+        policy.evaluate(inputs, sample, batch.sampling)
     return counter.get_total_flops() / rows
 
 

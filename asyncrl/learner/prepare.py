@@ -10,26 +10,20 @@ step, U, V units of a decision (`losses`), K values of a decision: 1, or C.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+import math
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.config.algorithm import AlgorithmSettings, Level
 from asyncrl.devices.tensors import moved
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.corrections import staleness_metrics
 from asyncrl.learner.forward import PADDING_ROW, PolicyForward, longest_first
 from asyncrl.learner.interface import AdvantagesAndTargets, OldPolicy
-from asyncrl.learner.losses import (
-    aggregation_weights,
-    has_advantage,
-    log_ratio,
-    sum_per_episode,
-    units_per_decision,
-    valid_units,
-)
+from asyncrl.learner.losses import aggregation_weights, has_advantage, log_ratio, sum_per_episode, valid_units
 from asyncrl.learner.metrics import MetricAccumulator
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.recipe import Recipe
@@ -40,11 +34,11 @@ class PreparedBatch:
     """Facts from before the first step, and those that the first pass over a decision adds."""
 
     estimates: AdvantagesAndTargets
-    old_logprob: Tensor | None = None  # [D, C, A] where there is an advantage; None before the first epoch
-    importance_weights: Tensor | None = None  # None: there are none, or they are computed per micro-batch
-    values: Tensor | None = None  # [D, K] float32, on the CPU; None without a critic
     first_logprob: Tensor  # [D, C, A] float32 log-probs when a decision was first evaluated in this update
     evaluated: Tensor  # [D] bool, on the CPU
+    old_known: bool = False  # `first_logprob` is the old policy's, where there is an advantage
+    importance_weights: Tensor | None = None  # None: there are none, or they are computed per micro-batch
+    values: Tensor | None = None  # [D, K] float32, on the CPU; None without a critic
 
     def record_first_logprob(self, rows: Tensor, logprob: Tensor) -> None:
         """Store log-probs ``[M, C, A]`` of the rows ``[M]`` that are evaluated for the first time."""
@@ -54,11 +48,6 @@ class PreparedBatch:
             self.first_logprob[moved(rows[new_N], device)] = logprob.detach()[moved(new_N, device)]
             self.evaluated[rows] = True
 
-    def first_evaluation(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `first_logprob` ``[M, C, A]`` and `evaluated` ``[M, 1, 1]`` of rows, on one device."""
-        device = self.first_logprob.device
-        return self.first_logprob[moved(rows, device)], moved(self.evaluated[rows], device)[:, None, None]
-
     def value_mask(self, batch: Batch) -> Tensor:
         """Mark values of valid decisions or steps: ``[D, K]`` bool; ``[D, 1]`` without a critic."""
         steps_DC = batch.mask.any(dim=2)
@@ -67,54 +56,42 @@ class PreparedBatch:
 
 
 def prepare_batch(
-    batch: Batch, recipe: Recipe, forward: PolicyForward
-) -> tuple[PreparedBatch, MetricAccumulator]:
+    batch: Batch, recipe: Recipe, forward: PolicyForward, metrics: MetricAccumulator
+) -> PreparedBatch:
     """Evaluate decisions whose old log-probs are needed; estimate advantages and staleness; collective."""
+    evaluated = torch.zeros(len(batch.tasks), dtype=torch.bool)
     if not recipe.needs_old_policy_pass:
-        prepared = PreparedBatch(
-            estimates=recipe.estimate(batch, None, forward.ranks),
-            first_logprob=torch.zeros(batch.mask.shape, device=forward.device),
-            evaluated=torch.zeros(len(batch.tasks), dtype=torch.bool),
-        )
-        return prepared, MetricAccumulator()
+        nothing = torch.zeros(batch.mask.shape, device=forward.device)
+        estimates = recipe.estimate(batch, None, forward.ranks)
+        return PreparedBatch(estimates=estimates, first_logprob=nothing, evaluated=evaluated)
     values = None
     if recipe.advantages_need_old_policy:
         rows_R = torch.arange(len(batch.tasks))
-        old_logprob, old = _evaluate_old_policy(batch, recipe, forward, rows_R)
-        estimates, values = recipe.estimate(batch, old, forward.ranks), old.values
+        logprob, values = forward.evaluate_rows(batch, rows_R)
+        values = values.cpu() if recipe.trains_critic and values is not None else None
+        final_values = torch.zeros(len(batch.returns))
+        if recipe.trains_critic:
+            assert values is not None, "ppo needs a policy with a value head"
+            if recipe.critic.truncation == "bootstrap":
+                final_values = forward.final_values(batch).cpu()
+        estimates = recipe.estimate(batch, OldPolicy(logprob.cpu(), values, final_values), forward.ranks)
     else:
         estimates = recipe.estimate(batch, None, forward.ranks)
         rows_R = _rows_with_advantage(batch, estimates, recipe)
-        old_logprob, _ = forward.evaluate_rows(batch, rows_R)
-    importance_weights, metrics = _importance_weights(batch, old_logprob, recipe, estimates, rows_R)
-    evaluated = torch.zeros(len(batch.tasks), dtype=torch.bool)
+        logprob, _ = forward.evaluate_rows(batch, rows_R)
+    weights = _importance_weights(batch, logprob, recipe, estimates, rows_R, metrics)
     evaluated[rows_R] = True
-    prepared = PreparedBatch(
+    return PreparedBatch(
         estimates=estimates,
-        old_logprob=old_logprob,
-        importance_weights=None if recipe.importance_weights_move else importance_weights,
-        values=values,
-        first_logprob=old_logprob.clone(),
+        first_logprob=logprob,
         evaluated=evaluated,
+        old_known=True,
+        importance_weights=None if recipe.importance_weights_move else weights,
+        values=values,
     )
-    return prepared, metrics
-
-
-def _evaluate_old_policy(
-    batch: Batch, recipe: Recipe, forward: PolicyForward, rows_R: Tensor
-) -> tuple[Tensor, OldPolicy]:
-    old_logprob, values = forward.evaluate_rows(batch, rows_R)
-    final_values = torch.zeros(len(batch.returns))
-    if recipe.trains_critic:
-        assert values is not None, "ppo needs a policy with a value head"
-        if recipe.critic.truncation == "bootstrap":
-            final_values = forward.final_values(batch).cpu()
-    values = values.cpu() if recipe.trains_critic and values is not None else None
-    return old_logprob, OldPolicy(old_logprob.cpu(), values, final_values)
 
 
 def _rows_with_advantage(batch: Batch, estimates: AdvantagesAndTargets, recipe: Recipe) -> Tensor:
-    """Weights may read whole episodes."""
     valid_D = batch.mask.flatten(1).any(dim=1)
     read_D = valid_D & has_advantage(estimates.advantages)
     if "whole_episodes" in recipe.needs:
@@ -123,19 +100,19 @@ def _rows_with_advantage(batch: Batch, estimates: AdvantagesAndTargets, recipe: 
 
 
 def _importance_weights(
-    batch: Batch, old_logprob: Tensor, recipe: Recipe, estimates: AdvantagesAndTargets, rows_R: Tensor
-) -> tuple[Tensor | None, MetricAccumulator]:
+    batch: Batch,
+    old_logprob: Tensor,
+    recipe: Recipe,
+    estimates: AdvantagesAndTargets,
+    rows_R: Tensor,
+    metrics: MetricAccumulator,
+) -> Tensor | None:
     device, any_rows = old_logprob.device, bool(len(rows_R))
     rows_R = rows_R if any_rows else PADDING_ROW
+    advantage_D = has_advantage(estimates.advantages)
     behaviour, episode, mask, lag, with_advantage_R = (
         moved(x[rows_R], device)
-        for x in (
-            batch.behaviour_logprob,
-            batch.episode,
-            batch.mask & any_rows,
-            batch.lag,
-            has_advantage(estimates.advantages),
-        )
+        for x in (batch.behaviour_logprob, batch.episode, batch.mask & any_rows, batch.lag, advantage_D)
     )
     here_R = moved(rows_R, device)
     old_logprob, behaviour = (torch.where(mask, x, 0.0) for x in (old_logprob[here_R], behaviour))
@@ -143,12 +120,12 @@ def _importance_weights(
     weights = recipe.importance_weights(torch.where(mask, log_ratio(proximal, behaviour), 0.0), mask, episode)
     settings, level = recipe.correction_settings, recipe.algorithm.level
     policies = (old_logprob, proximal, behaviour)
-    metrics = staleness_metrics(settings, level, *policies, mask, weights, episode, lag, with_advantage_R)
+    staleness_metrics(metrics, settings, level, *policies, mask, weights, episode, lag, with_advantage_R)
     if weights is None:
-        return None, metrics
+        return None
     all_weights = weights.new_ones(len(batch.tasks), *weights.shape[1:])
     all_weights[here_R] = weights
-    return all_weights, metrics
+    return all_weights
 
 
 # --- minibatches and micro-batches ---
@@ -158,8 +135,7 @@ def _importance_weights(
 class LossInputs:
     """Inputs of the loss of a minibatch's or micro-batch's decisions, on the policy's device."""
 
-    rows: Tensor  # [M] int64 on the CPU, rows of the batch
-    counted: Tensor  # [M] bool on the CPU; False: padding that keeps this rank in step
+    rows: Tensor  # [M] int64 on the CPU, rows of the batch; a minibatch's last is padding
     mask: Tensor
     behaviour: Tensor
     lag: Tensor
@@ -168,30 +144,16 @@ class LossInputs:
     unit_weights: Tensor  # [M, U, V] weight of each unit in the loss
     token_weights: Tensor  # [M, C, A] the same per token, for entropy and KL
     value_weights: Tensor  # [M, K]
-    old_logprob: Tensor | None = None  # [M, C, A] where there is an advantage; None: those of this pass
-    importance_weights: Tensor | None = None  # They broadcast to [M, U, V]; None: computed in the pass
-    values: Tensor | None = None  # [M, K] before the update
-    targets: Tensor | None = None
-    reference: Tensor | None = None  # [M, C, A] log-probs of the reference policy
-
-    @property
-    def decisions(self) -> int:
-        """Count the decisions without padding."""
-        return int(self.counted.sum())
+    old_logprob: Tensor | None  # [M, C, A] where there is an advantage; None: those of this pass
+    importance_weights: Tensor | None  # They broadcast to [M, U, V]; None: computed in the pass
+    values: Tensor | None  # [M, K] before the update
+    targets: Tensor | None
 
     def part(self, rows: slice | None) -> LossInputs:
         """Return a micro-batch of the rows; None: of the padding row."""
         rows = slice(-1, None) if rows is None else rows
-        return replace(self, **{name: x[rows] for name, x in self._tensors().items()})
-
-    def to(self, device: torch.device) -> LossInputs:
-        """Move all but rows and counted to a device."""
-        on_cpu = ("rows", "counted")
-        tensors = {name: x for name, x in self._tensors().items() if name not in on_cpu}
-        return replace(self, **{name: moved(x, device) for name, x in tensors.items()})
-
-    def _tensors(self) -> dict[str, Tensor]:
-        return {f.name: x for f in fields(self) if (x := getattr(self, f.name)) is not None}
+        values: dict[str, Any] = {name: x if x is None else x[rows] for name, x in vars(self).items()}
+        return LossInputs(**values)
 
 
 def split_minibatches(
@@ -208,13 +170,6 @@ def split_minibatches(
     return [order[(number - before) % minibatches :: minibatches] for number in range(minibatches)]
 
 
-def episodes_before(episodes: int, ranks: LearnerRanks) -> int:
-    """Count the episodes of the ranks before this one; collective."""
-    counts = torch.zeros(ranks.size, dtype=torch.int64)
-    counts[ranks.rank] = episodes
-    return int(ranks.sum(counts)[: ranks.rank].sum())
-
-
 def build_minibatch(
     batch: Batch,
     prepared: PreparedBatch,
@@ -226,70 +181,42 @@ def build_minibatch(
     prompt_lengths: Tensor,
 ) -> LossInputs:
     """Collect the decisions of episodes ``[E]`` that can have a gradient, and a padding row; collective."""
+    settings, device = recipe.algorithm, prepared.first_logprob.device
     rows_M = torch.nonzero(torch.isin(batch.episode, episodes)).flatten()
     mask, values = batch.mask[rows_M], prepared.value_mask(batch)[rows_M]
-    unit_weights, token_weights, value_weights = _loss_weights(
-        mask, values, batch.episode[rows_M], len(episodes), recipe.algorithm, ranks, max_decisions
-    )
-    kept = _rows_with_gradient(mask, prepared.estimates.advantages[rows_M], recipe)
+    units = valid_units(mask, settings.level)
+    sums = torch.tensor([units.sum(), mask.sum(), len(episodes), values.sum()], dtype=torch.float64)
+    n_units, n_tokens, n_episodes, n_values = ranks.sum(sums).tolist()
+    teaches = mask.flatten(1).any(dim=1)
+    if not (recipe.trains_critic or settings.entropy_coef or settings.kl_coef):
+        teaches &= has_advantage(prepared.estimates.advantages[rows_M])
+    kept = torch.nonzero(teaches).flatten()
     kept = kept[longest_first(prompt_lengths[rows_M[kept]])]
     rows = torch.cat([rows_M[kept], PADDING_ROW])
-    counted = torch.arange(len(rows)) < len(rows) - 1
+
+    def weights(valid: Tensor, number: float) -> Tensor:
+        most = max_decisions * math.prod(valid.shape[1:])
+        episode, kind = batch.episode[rows_M], settings.aggregation
+        return aggregation_weights(valid, episode, kind, units=number, episodes=n_episodes, max_units=most)
 
     def padded(values: Tensor) -> Tensor:
-        return torch.cat([values[kept], values.new_zeros(1, *values.shape[1:])])
+        return moved(torch.cat([values[kept], values.new_zeros(1, *values.shape[1:])]), device)
 
-    def optional(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values[moved(rows, values.device)]
+    def of_rows(values: Any) -> Any:
+        return None if values is None else moved(values[moved(rows, values.device)], device)
 
-    minibatch = LossInputs(
+    return LossInputs(
         rows=rows,
-        counted=counted,
-        mask=batch.mask[rows] & counted[:, None, None],
-        behaviour=batch.behaviour_logprob[rows],
-        lag=batch.lag[rows],
-        episode=batch.episode[rows],
-        advantages=prepared.estimates.advantages[rows],
-        unit_weights=padded(unit_weights),
-        token_weights=padded(token_weights),
-        value_weights=padded(value_weights),
-        old_logprob=optional(prepared.old_logprob),
-        importance_weights=optional(prepared.importance_weights),
-        values=optional(prepared.values),
-        targets=optional(prepared.estimates.targets),
+        mask=padded(mask),
+        behaviour=of_rows(batch.behaviour_logprob),
+        lag=of_rows(batch.lag),
+        episode=of_rows(batch.episode),
+        advantages=of_rows(prepared.estimates.advantages),
+        unit_weights=padded(weights(units, n_units)),
+        token_weights=padded(weights(mask, n_tokens)),
+        value_weights=padded(values.float() / max(n_values, 1.0)),
+        old_logprob=of_rows(prepared.first_logprob if prepared.old_known else None),
+        importance_weights=of_rows(prepared.importance_weights),
+        values=of_rows(prepared.values),
+        targets=of_rows(prepared.estimates.targets),
     )
-    return minibatch.to(prepared.first_logprob.device)
-
-
-def _loss_weights(
-    mask: Tensor,
-    values: Tensor,
-    episode: Tensor,
-    episodes: int,
-    settings: AlgorithmSettings,
-    ranks: LearnerRanks,
-    max_decisions: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    units = valid_units(mask, settings.level)
-    sums = torch.tensor([units.sum(), mask.sum(), episodes, values.sum()], dtype=torch.float64)
-    n_units, n_tokens, n_episodes, n_values = ranks.sum(sums).tolist()
-    counted: list[tuple[Tensor, float, Level]] = [(units, n_units, settings.level), (mask, n_tokens, "token")]
-    unit_weights, token_weights = (
-        aggregation_weights(
-            valid,
-            episode,
-            settings.aggregation,
-            units=number,
-            episodes=n_episodes,
-            max_units=max_decisions * units_per_decision(level, *mask.shape[1:]),
-        )
-        for valid, number, level in counted
-    )
-    return unit_weights, token_weights, values.float() / max(n_values, 1.0)
-
-
-def _rows_with_gradient(mask: Tensor, advantages: Tensor, recipe: Recipe) -> Tensor:
-    kept = mask.flatten(1).any(dim=1)
-    if not (recipe.trains_critic or recipe.algorithm.entropy_coef or recipe.algorithm.kl_coef):
-        kept &= has_advantage(advantages)
-    return torch.nonzero(kept).flatten()

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.tensor import DTensor
 
-from asyncrl.errors import ConfigError, RunError
+from asyncrl.errors import RunError
 from asyncrl.learner.batches import GroupOutcome
 from asyncrl.learner.fsdp import Precision
 from asyncrl.observability import process_status, waits
@@ -42,14 +42,6 @@ RESUME: Final = "continue with --resume"  # Remedy after a lost rank
 POLL_INTERVAL: Final = 0.02  # Seconds between two queries whether an announcement has arrived
 FREED_SECONDS: Final = 0.2  # Seconds in which gloo's threads free the tensors of the last exchange
 _log = logging.getLogger(__name__)
-
-
-class ShardState(IntEnum):
-    """State of a rank's shard of a batch."""
-
-    HELD = 0
-    LOST = 1  # A group of it cannot be read any more: another batch has to be chosen
-    FAILED = 2  # It could not be fetched: the run ends
 
 
 class LearnerRanks:
@@ -88,28 +80,13 @@ class LearnerRanks:
         return dict(tensors)
 
 
-class _Announcement(IntEnum):
-    END = 0
-    BATCH = 1
-    TOO_FEW = 2
-    WAITING = 3
-
-
 class DistributedRanks(LearnerRanks):
-    """`LearnerRanks` over the default process group."""
+    """`LearnerRanks` over the default process group; messages of JSON over a second, gloo group."""
 
-    def __init__(
-        self,
-        batch_timeout: float,
-        *,
-        while_waiting: Callable[[], object] = lambda: None,
-        remedy: str = RESUME,
-    ) -> None:
+    def __init__(self, batch_timeout: float, *, remedy: str = RESUME) -> None:
         self.rank, self.size, self.remedy = dist.get_rank(), dist.get_world_size(), remedy
-        self.batch_timeout, self.while_waiting = batch_timeout, while_waiting
-        self._link: Any = dist.new_group(
-            backend="gloo", timeout=timedelta(seconds=batch_timeout + COLLECTIVE_DEADLINE)
-        )
+        self.batch_timeout, self._longest = batch_timeout, batch_timeout + COLLECTIVE_DEADLINE
+        self._link: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._longest))
 
     def sum(self, values: Tensor) -> Tensor:
         """Add up by an all-reduce."""
@@ -124,15 +101,18 @@ class DistributedRanks(LearnerRanks):
     ) -> BatchDescription | None:
         """Announce, or await, the batch over the link."""
         with explain_lost_peer(f"learner rank {self.rank} of {self.size} to share a batch"):
-            whole = self._send_batch(batch) if self.rank == 0 else self._receive_batch(while_waiting)
-        return whole and whole.part(self.rank, self.size)
+            if self.rank == 0:
+                self._announce(asdict(batch) if batch else None)
+            else:
+                batch = self._receive_batch(while_waiting)
+        return batch and batch.part(self.rank, self.size)
 
     def gather_states(self, state: ShardState) -> list[ShardState]:
         """Return when the last rank has its shard, or gave it up."""
         states = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         with (
             explain_lost_peer(f"the parts of {self.size} learner ranks, at rank {self.rank}"),
-            waits.waiting(waits.FETCH, self.batch_timeout + COLLECTIVE_DEADLINE),
+            waits.waiting(waits.FETCH, self._longest),
         ):
             dist.all_gather(states, torch.tensor([int(state)]), group=self._link)
         return [ShardState(int(each)) for each in states]
@@ -157,7 +137,7 @@ class DistributedRanks(LearnerRanks):
     def send_heartbeat(self) -> None:
         """Announce that rank 0 waits."""
         with explain_lost_peer(f"learner rank {self.rank} of {self.size} to say that it waits"):
-            self._announce(_Announcement.WAITING)
+            self._announce({})
 
     def gather_full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gather one tensor at a time, in the order of their names."""
@@ -176,54 +156,36 @@ class DistributedRanks(LearnerRanks):
             dist.all_reduce(result, operation)
         return result
 
-    def _announce(self, announcement: _Announcement, text: Tensor | None = None) -> None:
-        length = 0 if text is None else len(text)
-        dist.broadcast(torch.tensor([announcement, length]), 0, group=self._link)
-        if text is not None:
-            dist.broadcast(text, 0, group=self._link)
-
-    def _send_batch(self, batch: BatchDescription | None) -> BatchDescription | None:
-        if batch is None:
-            self._announce(_Announcement.END)
-        elif len(batch.numbers) < self.size:
-            self._announce(_Announcement.TOO_FEW)
-            raise _too_few_groups(self.size)
-        else:
-            self._announce(_Announcement.BATCH, _to_bytes(asdict(batch)))
-        return batch
+    def _announce(self, batch: dict[str, Any] | None) -> None:
+        """None: the run ends. Empty: rank 0 waits for a batch."""
+        text = _to_bytes(batch)
+        dist.broadcast(torch.tensor([len(text)]), 0, group=self._link)
+        dist.broadcast(text, 0, group=self._link)
 
     def _receive_batch(self, while_waiting: Callable[[], object]) -> BatchDescription | None:
+        length = torch.zeros(1, dtype=torch.int64)
         with waits.waiting(waits.PART, self.batch_timeout):
             while True:
-                announcement, length = self._receive_announcement(while_waiting)
-                if announcement is not _Announcement.WAITING:
-                    break
+                work = dist.broadcast(length, 0, group=self._link, async_op=True)
+                assert work is not None  # This rank is in the group.
+                until = time.monotonic() + self.batch_timeout
+                while not work.is_completed() and time.monotonic() < until:
+                    while_waiting()
+                    time.sleep(POLL_INTERVAL)
+                if not work.is_completed():
+                    raise RunError(
+                        f"Learner rank {self.rank} waited {self.batch_timeout:g} s for rank 0 to share a "
+                        "batch or to say that it waits for one. It hangs: see its output and the actors' "
+                        "logs."
+                    )
+                work.wait()
+                text = torch.zeros(int(length), dtype=torch.uint8)
+                dist.broadcast(text, 0, group=self._link)
+                if (batch := _from_bytes(text)) is None:
+                    return None
+                if batch:
+                    return BatchDescription(request=batch["request"], numbers=tuple(batch["numbers"]))
                 process_status.progress()
-        if announcement is _Announcement.TOO_FEW:
-            raise _too_few_groups(self.size)
-        if announcement is _Announcement.END:
-            return None
-        text = torch.zeros(length, dtype=torch.uint8)
-        dist.broadcast(text, 0, group=self._link)
-        fields = _from_bytes(text)
-        return BatchDescription(request=fields["request"], numbers=tuple(fields["numbers"]))
-
-    def _receive_announcement(self, while_waiting: Callable[[], object]) -> tuple[_Announcement, int]:
-        header = torch.zeros(2, dtype=torch.int64)
-        work = dist.broadcast(header, 0, group=self._link, async_op=True)
-        assert work is not None  # This rank is in the group.
-        until = time.monotonic() + self.batch_timeout
-        while not work.is_completed() and time.monotonic() < until:
-            self.while_waiting()
-            while_waiting()
-            time.sleep(POLL_INTERVAL)
-        if not work.is_completed():
-            raise RunError(
-                f"Learner rank {self.rank} waited {self.batch_timeout:g} s for rank 0 to share a batch or to "
-                "say that it waits for one. It hangs: see its output and the actors' logs."
-            )
-        work.wait()
-        return _Announcement(int(header[0])), int(header[1])
 
 
 def _to_bytes(value: Any) -> Tensor:
@@ -234,12 +196,12 @@ def _from_bytes(text: Tensor) -> Any:
     return json.loads(text.numpy().tobytes())
 
 
-def _too_few_groups(ranks: int) -> ConfigError:
-    return ConfigError(
-        f"--placement names {ranks} learner ranks, but a batch has fewer groups of episodes, so one "
-        f"would have nothing to learn from. Use --algorithm.groups-per-update {ranks} or a multiple of it, "
-        "or name fewer learner ranks in --placement."
-    )
+class ShardState(IntEnum):
+    """State of a rank's shard of a batch."""
+
+    HELD = 0
+    LOST = 1  # A group of it cannot be read any more: another batch has to be chosen
+    FAILED = 2  # It could not be fetched: the run ends
 
 
 def fetch_shard(
@@ -300,7 +262,6 @@ def joined_ranks(
     *,
     store: Store | None = None,
     patience: float = COLLECTIVE_DEADLINE,
-    while_waiting: Callable[[], object] = lambda: None,
     remedy: str = RESUME,
 ) -> Iterator[LearnerRanks]:
     """Meet the other ranks for the block, in the default process group: at `store`, else as torchrun has it.
@@ -318,7 +279,7 @@ def joined_ranks(
         dist.init_process_group(backend, store=at, rank=rank, world_size=size, timeout=deadline)
     try:
         with explain_lost_peer(work, remedy):
-            yield DistributedRanks(patience, while_waiting=while_waiting, remedy=remedy)
+            yield DistributedRanks(patience, remedy=remedy)
     except BaseException:
         if device.type == "cuda":  # Destroying the group would wait for kernels that wait for other ranks.
             dist.distributed_c10d._abort_process_group()  # pyright: ignore[reportPrivateUsage]

@@ -5,9 +5,10 @@ D decisions, C steps per decision, A numbers per step, U, V units of a decision 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, TypeGuard, get_args
 
 import torch
 from torch import Tensor
@@ -85,59 +86,47 @@ class Recipe:
 
     def estimate(self, batch: Batch, old: OldPolicy | None, ranks: LearnerRanks) -> AdvantagesAndTargets:
         """Compute advantages and targets of the batch."""
-        result = self.advantage.estimate(batch, old, self.correction, ranks)
+        found = self.advantage.estimate(batch, old, self.correction, ranks)
         decisions, steps = batch.mask.shape[:2]
-        units = [1] if self.algorithm.level == "decision" else [1, steps]
+        shapes = [[decisions, n, 1] for n in ([1] if self.algorithm.level == "decision" else [1, steps])]
         values = old.values if old is not None and self.trains_critic else None
-        if isinstance(result, AdvantagesAndTargets):
-            advantages, targets = result
-            valid = _is_constant(advantages) and advantages.shape in [(decisions, n, 1) for n in units]
-            if values is None:
-                valid &= targets is None
-            else:
-                valid &= _is_constant(targets) and targets is not None and targets.shape == values.shape
-            if valid:
-                return result
-        wanted = " or ".join(f"float32{[decisions, n, 1]}" for n in units)
+        fits = isinstance(found, AdvantagesAndTargets) and _is_constant(found.advantages, *shapes)
+        if fits and (found.targets is None if values is None else _is_constant(found.targets, values.shape)):
+            return found
+        wanted = f"{' or '.join(f'float32{shape}' for shape in shapes)}, {describe_tensor(values)}"
         raise _refusal(
-            "advantage",
-            self.advantage,
-            "estimate",
-            _describe_all(result),
-            f"AdvantagesAndTargets({wanted}, {describe_tensor(values)}), detached",
+            "advantage", self.advantage, "estimate", found, f"AdvantagesAndTargets({wanted}), detached"
         )
 
     def proximal(self, logprob: Tensor, old_logprob: Tensor, behaviour: Tensor, lag: Tensor) -> Tensor:
         """Return the log-probs of the proximal policy."""
         if not isinstance(self.correction, ChoosesProximal):
             return old_logprob
-        result = self.correction.proximal(logprob.detach(), old_logprob, behaviour, lag)
-        if _is_constant(result) and result.shape == logprob.shape:
-            return result
+        found = self.correction.proximal(logprob.detach(), old_logprob, behaviour, lag)
+        if _is_constant(found, logprob.shape):
+            return found
         wanted = f"float32{list(logprob.shape)}, detached"
-        raise _refusal("correction", self.correction, "proximal", describe_tensor(result), wanted)
+        raise _refusal("correction", self.correction, "proximal", found, wanted)
 
     def importance_weights(self, log_ratios: Tensor, mask: Tensor, episode: Tensor) -> Tensor | None:
         """Compute importance weights with ``D`` rows, or None."""
-        result = self.correction.weights(log_ratios, mask, episode, self.algorithm.level)
+        found = self.correction.weights(log_ratios, mask, episode, self.algorithm.level)
         units = valid_units(mask, self.algorithm.level).shape
-        if result is None:
+        if found is None:
             return None
-        if _is_constant(result) and result.ndim == len(units):
-            fits = [size in (1, unit_size) for size, unit_size in zip(result.shape, units, strict=True)]
-            if all(fits):
-                return result.expand(units[0], -1, -1)
+        if _is_constant(found, *itertools.product(*((1, size) for size in units))):
+            return found.expand(units[0], -1, -1)
         wanted = f"None, or float32 that broadcasts to {list(units)}, detached"
-        raise _refusal("correction", self.correction, "weights", describe_tensor(result), wanted)
+        raise _refusal("correction", self.correction, "weights", found, wanted)
 
     def unit_loss(self, logprob: Tensor, proximal: Tensor, mask: Tensor, advantages: Tensor) -> UnitLoss:
         """Compute the loss of each unit."""
-        result = self.objective.loss(logprob, proximal, mask, advantages)
+        found = self.objective.loss(logprob, proximal, mask, advantages)
         units = valid_units(mask, self.algorithm.level).shape
-        if isinstance(result, UnitLoss) and all(isinstance(x, Tensor) and x.shape == units for x in result):
-            return result
+        if isinstance(found, UnitLoss) and all(isinstance(x, Tensor) and x.shape == units for x in found):
+            return found
         wanted = f"UnitLoss of four tensors {list(units)}"
-        raise _refusal("objective", self.objective, "loss", _describe_all(result), wanted)
+        raise _refusal("objective", self.objective, "loss", found, wanted)
 
 
 def build_recipe(
@@ -146,17 +135,16 @@ def build_recipe(
     """Build the parts that the settings name, or raise ConfigError."""
     advantage = algorithm.advantage if algorithm.advantage != "auto" else AUTO_ADVANTAGE[algorithm.kind]
     own = ("--algorithm.settings", algorithm.settings)
-    own_correction = ("--correction.settings", correction.settings)
     recipe = Recipe(
         algorithm=algorithm,
         correction_settings=correction,
         critic=critic,
-        correction=_build("correction", correction.kind, [correction], *own_correction),
+        correction=_build(
+            "correction", correction.kind, [correction], "--correction.settings", correction.settings
+        ),
         advantage=_build("advantage", advantage, [algorithm, critic], *own),
         objective=_build("objective", algorithm.objective, [algorithm], *own),
     )
-    for kind, part in (("correction", recipe.correction), ("advantage", recipe.advantage)):
-        _check_needs(kind, part)
     if "critic" in recipe.correction.needs and not recipe.trains_critic:
         raise ConfigError(
             f"--correction.kind is {correction.kind}, but the policy has no critic whose values it could "
@@ -178,41 +166,33 @@ def build_recipe(
 
 
 def _build(kind: str, name: str, arguments: Iterable[Any], flag: str, texts: Iterable[str]) -> Any:
-    part = resolve(kind, name)
-    own = keywords(flag, texts) if names_code(name) else {}
+    type_, own = resolve(kind, name), keywords(flag, texts) if names_code(name) else {}
     try:
-        return part(*arguments, **own)
+        part = type_(*arguments, **own)
     except TypeError as error:
         raise ConfigError(
-            f"{FLAGS[kind]} names {_name_of(part)}, which cannot be made of its settings and "
-            f"{flag} {sorted(own)}: {error}."
+            f"{FLAGS[kind]} names {type_.__module__}:{type_.__qualname__}, which cannot be made of its "
+            f"settings and {flag} {sorted(own)}: {error}."
         ) from error
-
-
-def _check_needs(kind: str, part: Correction | Advantage) -> None:
-    needs: Any = getattr(part, "needs", None)
+    needs: Any = frozenset() if kind == "objective" else getattr(part, "needs", None)
     if not isinstance(needs, set | frozenset) or not needs <= set(get_args(Need)):
         raise ConfigError(
-            f"{FLAGS[kind]} names {_name_of(type(part))}, whose `needs` is {needs!r}, expected a frozenset "
-            f"of some of {', '.join(get_args(Need))}."
+            f"{FLAGS[kind]} names {type_.__module__}:{type_.__qualname__}, whose `needs` is {needs!r}, "
+            f"expected a frozenset of some of {', '.join(get_args(Need))}."
         )
+    return part
 
 
-def _refusal(kind: str, part: object, method: str, result: str, wanted: str) -> ConfigError:
+def _refusal(kind: str, part: object, method: str, found: object, wanted: str) -> ConfigError:
+    fields = ", ".join(map(describe_tensor, found)) if isinstance(found, tuple) else ""
+    returned = f"{type(found).__name__}({fields})" if fields else describe_tensor(found)
+    name = f"{type(part).__module__}:{type(part).__qualname__}"
     return ConfigError(
-        f"{FLAGS[kind]} names {_name_of(type(part))}, whose method {method} returned {result}, "
-        f"expected {wanted}."
+        f"{FLAGS[kind]} names {name}, whose method {method} returned {returned}, expected {wanted}."
     )
 
 
-def _describe_all(result: object) -> str:
-    fields = ", ".join(describe_tensor(field) for field in result) if isinstance(result, tuple) else ""
-    return f"{type(result).__name__}({fields})" if fields else describe_tensor(result)
-
-
-def _name_of(part: type) -> str:
-    return f"{part.__module__}:{part.__qualname__}"
-
-
-def _is_constant(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dtype == torch.float32 and not value.requires_grad
+def _is_constant(value: object, *shapes: Sequence[int]) -> TypeGuard[Tensor]:
+    if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.requires_grad:
+        return False
+    return any(tuple(value.shape) == tuple(shape) for shape in shapes)

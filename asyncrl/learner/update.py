@@ -15,7 +15,6 @@ A numbers per step, U, V units of a decision (`losses`), K values of a decision:
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Final
 
 import torch
@@ -35,7 +34,6 @@ from asyncrl.learner.prepare import (
     LossInputs,
     PreparedBatch,
     build_minibatch,
-    episodes_before,
     prepare_batch,
     split_minibatches,
 )
@@ -49,7 +47,6 @@ from asyncrl.policies.interface import EvaluateResult, Policy
 KL_ROWS_SHARE: Final = 32  # Of so many decisions one is evaluated again for the KL to the old policy
 KL_ROWS_MIN: Final = 4  # Fewest decisions of that pass
 VALUE_LOSS_WEIGHT: Final = 0.5
-LossAndMetrics = tuple[Tensor, MetricAccumulator]
 
 
 class Update:
@@ -93,41 +90,41 @@ class Update:
         """
         if isinstance(self.policy, nn.Module):
             self.policy.eval()  # Dropout would make current and behaviour log-probs differ without any lag.
-        recipe, settings, self.decisions = self.recipe, self.recipe.algorithm, 0
-        steps, episodes = settings.epochs * settings.minibatches, len(batch.returns)
+        recipe, ranks, self.decisions = self.recipe, self.ranks, 0
+        settings, metrics = recipe.algorithm, MetricAccumulator()
         recipe.check_batch(batch)
         self.stepper.set_version(version)
-        prepared, metrics = prepare_batch(batch, recipe, self.forward)
+        prepared = prepare_batch(batch, recipe, self.forward, metrics)
         lengths = self.forward.prompt_lengths(batch.tasks)
-        before = episodes_before(episodes, self.ranks)
-        read_kl = reads_kl_in_passes(recipe)
+        episodes_of_ranks = torch.zeros(ranks.size, dtype=torch.int64)
+        episodes_of_ranks[ranks.rank] = episodes = len(batch.returns)
+        before = int(ranks.sum(episodes_of_ranks)[: ranks.rank].sum())
+        # The last step's passes meet decisions that were evaluated before the first step.
+        kl_in_passes = settings.epochs > 1 or (settings.minibatches > 1 and recipe.needs_old_policy_pass)
         for epoch in range(settings.epochs):
             seed = (self.seed, version, epoch)
             shares = split_minibatches(episodes, settings.minibatches, seed, before=before)
-            for number, share in enumerate(shares, start=epoch * settings.minibatches + 1):
+            for number, share in enumerate(shares, start=1):
                 minibatch = build_minibatch(
                     batch,
                     prepared,
                     share,
                     recipe,
-                    self.ranks,
+                    ranks,
                     max_decisions=self.max_decisions,
                     prompt_lengths=lengths,
                 )
-                self.decisions += minibatch.decisions
+                self.decisions += len(minibatch.rows) - 1
+                last = (epoch + 1, number) == (settings.epochs, settings.minibatches)
                 self.optimizer.zero_grad()
-                metrics_of_passes = self._add_gradient(
-                    batch, prepared, minibatch, read_kl=read_kl and number == steps
-                )
-                for metrics_of_pass in metrics_of_passes:
-                    metrics.fold(metrics_of_pass)
+                self._add_gradient(batch, prepared, minibatch, metrics, read_kl=kl_in_passes and last)
                 self.stepper.step()
-            if prepared.old_logprob is None:
-                prepared.old_logprob = prepared.first_logprob
-        metrics.fold(advantage_metrics(batch, prepared, self.device))
-        if not read_kl:
-            metrics.fold(kl_after_step(batch, prepared, self.forward))
-        return finish_metrics(metrics.reduce(self.ranks, steps)) | self.stepper.end_update()
+            prepared.old_known = True
+        add_advantage_metrics(metrics, batch, prepared, self.device)
+        if not kl_in_passes:
+            add_kl_after_step(metrics, batch, prepared, self.forward)
+        steps = settings.epochs * settings.minibatches
+        return finish_metrics(metrics.reduce(ranks, steps)) | self.stepper.end_update()
 
     def fix_sizes(self) -> None:
         """Pad all passes to one size; the KL's small pass to another if that is less than half as large."""
@@ -140,32 +137,35 @@ class Update:
         self.forward.small_size = size if 2 * small >= size else KL_ROWS_MIN
 
     def _add_gradient(
-        self, batch: Batch, prepared: PreparedBatch, minibatch: LossInputs, *, read_kl: bool
-    ) -> list[MetricAccumulator]:
-        recipe, learns = self.recipe, self.stepper.policy_learns
-        metrics: list[MetricAccumulator] = []
+        self,
+        batch: Batch,
+        prepared: PreparedBatch,
+        minibatch: LossInputs,
+        metrics: MetricAccumulator,
+        *,
+        read_kl: bool,
+    ) -> None:
         # The bound is of probabilities: a difference of densities means nothing.
         bound = self.trust_region if "tokens" in batch.sample else 0.0
-        parts = self.forward.split(minibatch.decisions)
+        learns, reference = self.stepper.policy_learns, None
+        parts = self.forward.split(len(minibatch.rows) - 1)
         with summed_gradient(self.policy) as pass_is_last:
             for number, rows in enumerate(parts, start=1):
                 micro = minibatch.part(rows)
                 current = self.forward.evaluate(batch, micro.rows)
                 if self.reference is not None:
                     reference = self.forward.reference(self.reference, batch, micro.rows)
-                    micro = replace(micro, reference=reference)
-                loss, loss_metrics = update_loss(recipe, current, micro, policy=learns, trust_region=bound)
+                loss = update_loss(
+                    self.recipe, current, micro, metrics, reference, policy=learns, trust_region=bound
+                )
                 if number == len(parts):
                     pass_is_last()
                 (loss * self.ranks.size).backward()  # Sharded gradients are averaged over the ranks.
-                metrics.append(loss_metrics)
                 if read_kl:
-                    first, evaluated = prepared.first_evaluation(micro.rows)
-                    metrics.append(kl_to_old(first, current.logprob.detach(), micro.mask & evaluated))
+                    add_kl_to_old(metrics, prepared, micro.rows, current.logprob.detach(), micro.mask)
                 if rows is not None:
                     prepared.record_first_logprob(micro.rows, current.logprob)
                 process_status.progress()
-        return metrics
 
 
 # --- the loss of a micro-batch ---
@@ -175,85 +175,87 @@ def update_loss(
     recipe: Recipe,
     current: EvaluateResult,
     micro: LossInputs,
+    metrics: MetricAccumulator,
+    reference: Tensor | None = None,
     *,
     policy: bool = True,
     trust_region: float = 0.0,
-) -> LossAndMetrics:
-    """Return the loss ``[]``, and its metrics; `policy` is False while only the critic learns."""
+) -> Tensor:
+    """Return the loss ``[]``; `reference` is ``[M, C, A]``, `policy` False while only the critic learns."""
     # A token that top-k would not draw any more has a number all the same: `action_distribution` keeps it.
     old_logprob, mask = current.logprob.detach(), micro.mask
     if micro.old_logprob is not None:  # It may be unknown of decisions without an advantage.
         with_advantage = has_advantage(micro.advantages)[:, None, None]
         old_logprob = torch.where(with_advantage, micro.old_logprob, old_logprob)
     logprob, old_logprob = (torch.where(mask, x, 0.0) for x in (current.logprob, old_logprob))
-    terms: list[LossAndMetrics] = []
+    terms: list[Tensor] = []
     if policy:
-        terms.append(_policy_loss(recipe, logprob, old_logprob, micro, trust_region))
-        terms.append(_regularisers(recipe, current, logprob, micro))
+        terms.append(_policy_loss(recipe, logprob, old_logprob, micro, metrics, trust_region))
+        terms.append(_regularisers(recipe, current, logprob, micro, metrics, reference))
     if micro.targets is not None:
-        terms.append(_value_loss(recipe, current, micro))
-    loss = torch.stack([term for term, _ in terms]).sum()
-    metrics = MetricAccumulator()
-    for _, term_metrics in terms:
-        metrics.fold(term_metrics)
+        terms.append(_value_loss(recipe, current, micro, metrics))
+    loss = torch.stack(terms).sum()
     metrics.total(m.LOSS, loss)
-    return loss, metrics
+    return loss
 
 
 def _policy_loss(
-    recipe: Recipe, logprob: Tensor, old_logprob: Tensor, micro: LossInputs, trust_region: float
-) -> LossAndMetrics:
-    metrics, level, mask = MetricAccumulator(), recipe.algorithm.level, micro.mask
+    recipe: Recipe,
+    logprob: Tensor,
+    old_logprob: Tensor,
+    micro: LossInputs,
+    metrics: MetricAccumulator,
+    trust_region: float,
+) -> Tensor:
+    mask, level, settings = micro.mask, recipe.algorithm.level, recipe.correction_settings
+    advantage_M = has_advantage(micro.advantages)
     behaviour = torch.where(mask, micro.behaviour, 0.0)
     proximal = recipe.proximal(logprob, old_logprob, behaviour, micro.lag)
-    importance_weights = micro.importance_weights
-    if importance_weights is None:
+    weights = micro.importance_weights
+    if weights is None:
         ratios = torch.where(mask, log_ratio(proximal, behaviour), 0.0)
-        importance_weights = recipe.importance_weights(ratios, mask, micro.episode)
-    settings, with_advantage_M = recipe.correction_settings, has_advantage(micro.advantages)
+        weights = recipe.importance_weights(ratios, mask, micro.episode)
     if micro.old_logprob is None:
-        policies = (old_logprob, proximal, behaviour)
-        metrics.fold(
-            staleness_metrics(
-                *(settings, level, *policies, mask, importance_weights, micro.episode, micro.lag),
-                with_advantage=with_advantage_M,
-            )
-        )
+        policies, decisions = (old_logprob, proximal, behaviour), (micro.episode, micro.lag, advantage_M)
+        staleness_metrics(metrics, settings, level, *policies, mask, weights, *decisions)
     terms = recipe.unit_loss(logprob, proximal, mask, micro.advantages)
     units = valid_units(mask, level)
-    unit_weights = micro.unit_weights
-    if importance_weights is not None:
-        unit_weights = unit_weights * importance_weights
+    unit_weights = micro.unit_weights if weights is None else micro.unit_weights * weights
     beyond = torch.zeros_like(units)
     if trust_region:
         beyond = beyond_trust_region(logprob, behaviour, mask, micro.advantages, level, trust_region)
     loss = torch.where(units & ~beyond, unit_weights * terms.loss, 0.0).sum()
     metrics.total(m.POLICY_LOSS, loss)
-    with_advantage = units & with_advantage_M[:, None, None]
+    with_advantage = units & advantage_M[:, None, None]
     metrics.mean(m.CLIP_FRACTION, terms.clipped.float(), with_advantage)
     metrics.mean(m.DUAL_CLIPPED, terms.dual_clipped.float(), with_advantage)
     metrics.mean(m.CLIPPED_RATIO, terms.clipped_ratio, with_advantage)
     metrics.mean(m.OUTSIDE_TRUST_REGION, beyond.float(), with_advantage)
-    metrics.mean(m.RATIO, log_ratio(logprob, proximal).exp(), mask & with_advantage_M[:, None, None])
+    metrics.mean(m.RATIO, log_ratio(logprob, proximal).exp(), mask & advantage_M[:, None, None])
     without_gradient = (beyond | terms.clipped | terms.dual_clipped).float()
     for lags, metric in zip(LAG_RANGES, m.CLIPPED_AT_LAG, strict=True):
         metrics.mean(metric, without_gradient, with_advantage & lags.holds(micro.lag)[:, None, None])
-    return loss, metrics
+    return loss
 
 
 def _regularisers(
-    recipe: Recipe, current: EvaluateResult, logprob: Tensor, micro: LossInputs
-) -> LossAndMetrics:
-    metrics, settings, mask = MetricAccumulator(), recipe.algorithm, micro.mask
+    recipe: Recipe,
+    current: EvaluateResult,
+    logprob: Tensor,
+    micro: LossInputs,
+    metrics: MetricAccumulator,
+    reference: Tensor | None,
+) -> Tensor:
+    settings, mask = recipe.algorithm, micro.mask
     with_advantage = mask & has_advantage(micro.advantages)[:, None, None]
     metrics.mean(m.ENTROPY_LOSS, current.entropy, with_advantage)
     loss = torch.zeros((), device=logprob.device)
     if settings.entropy_coef:
         entropy = torch.where(mask, micro.token_weights * current.entropy, 0.0).sum()
         loss = loss - settings.entropy_coef * entropy
-    if micro.reference is not None:
-        reachable = mask & torch.isfinite(micro.reference)
-        reference = torch.where(reachable, micro.reference, logprob.detach())
+    if reference is not None:
+        reachable = mask & torch.isfinite(reference)
+        reference = torch.where(reachable, reference, logprob.detach())
         penalty = torch.where(reachable, kl_penalty(logprob, reference), 0.0)
         weights = torch.ones_like(penalty)
         if "behaviour" in recipe.needs:
@@ -261,70 +263,66 @@ def _regularisers(
             weights = truncated_weights(ratios, cap=recipe.correction_settings.max_weight)
         metrics.mean(m.KL_REFERENCE, weights * penalty, reachable & with_advantage)
         loss = loss + settings.kl_coef * (micro.token_weights * weights * penalty).sum()
-    return loss, metrics
+    return loss
 
 
-def _value_loss(recipe: Recipe, current: EvaluateResult, micro: LossInputs) -> LossAndMetrics:
+def _value_loss(
+    recipe: Recipe, current: EvaluateResult, micro: LossInputs, metrics: MetricAccumulator
+) -> Tensor:
     assert current.value is not None
     assert micro.values is not None
     assert micro.targets is not None
-    metrics, critic = MetricAccumulator(), recipe.critic
-    losses, clipped = value_loss(
-        current.value, micro.values, micro.targets, clip=critic.value_clip, huber=critic.huber
-    )
+    clip, huber = recipe.critic.value_clip, recipe.critic.huber
+    losses, clipped = value_loss(current.value, micro.values, micro.targets, clip=clip, huber=huber)
     loss = (micro.value_weights * losses).sum()
     metrics.total(m.VALUE_LOSS, loss)
     metrics.mean(m.VALUE_CLIP_RATIO, clipped.float(), micro.value_weights > 0)
-    return VALUE_LOSS_WEIGHT * loss, metrics
+    return VALUE_LOSS_WEIGHT * loss
 
 
 # --- metrics of the whole update ---
 
 
-def advantage_metrics(batch: Batch, prepared: PreparedBatch, device: torch.device) -> MetricAccumulator:
-    """Collect advantages over valid tokens, values and targets over valid decisions or steps."""
-    metrics = MetricAccumulator()
+def add_advantage_metrics(
+    metrics: MetricAccumulator, batch: Batch, prepared: PreparedBatch, device: torch.device
+) -> None:
+    """Add advantages over valid tokens, values and targets over valid decisions or steps."""
     advantages, mask = moved(prepared.estimates.advantages, device), moved(batch.mask, device)
     metrics.mean(m.ADVANTAGES_MEAN, advantages, mask)
     metrics.largest(m.ADVANTAGES_MAX, advantages, mask)
     metrics.largest(m.ADVANTAGES_MIN, -advantages, mask)
-    if prepared.values is None or prepared.estimates.targets is None:
-        return metrics
-    valid = moved(prepared.value_mask(batch), device)
-    values, targets = moved(prepared.values, device), moved(prepared.estimates.targets, device)
-    metrics.moments("target", targets, valid)
-    metrics.moments("error", targets - values, valid)
-    metrics.mean(m.VALUES_MEAN, values, valid)
-    return metrics
+    if prepared.values is not None and prepared.estimates.targets is not None:
+        valid = moved(prepared.value_mask(batch), device)
+        values, targets = moved(prepared.values, device), moved(prepared.estimates.targets, device)
+        metrics.moments("target", targets, valid)
+        metrics.moments("error", targets - values, valid)
+        metrics.mean(m.VALUES_MEAN, values, valid)
 
 
-def reads_kl_in_passes(recipe: Recipe) -> bool:
-    """Return True if the last step's passes meet decisions that were evaluated before the first step."""
-    settings = recipe.algorithm
-    return settings.epochs > 1 or (settings.minibatches > 1 and recipe.needs_old_policy_pass)
-
-
-def kl_to_old(old_logprob: Tensor, logprob: Tensor, mask: Tensor) -> MetricAccumulator:
+def add_kl_to_old(
+    metrics: MetricAccumulator, prepared: PreparedBatch, rows: Tensor, logprob: Tensor, mask: Tensor
+) -> None:
     """Estimate KL(old || current) per valid token of ``[M, C, A]``, biased by the behaviour policy's lag."""
-    metrics = MetricAccumulator()
+    old_logprob = prepared.first_logprob[moved(rows, logprob.device)]
+    mask = mask & moved(prepared.evaluated[rows], logprob.device)[:, None, None]
     finite = mask & torch.isfinite(old_logprob) & torch.isfinite(logprob)
     ratio = log_ratio(torch.where(finite, logprob, 0.0), torch.where(finite, old_logprob, 0.0))
     metrics.mean(m.APPROX_KL, k3(ratio), finite)
-    return metrics
 
 
-def kl_after_step(batch: Batch, prepared: PreparedBatch, forward: PolicyForward) -> MetricAccumulator:
-    """Compute `kl_to_old` in a small pass after the only step, on evenly spread decisions; collective."""
+def add_kl_after_step(
+    metrics: MetricAccumulator, batch: Batch, prepared: PreparedBatch, forward: PolicyForward
+) -> None:
+    """Add the KL of a small pass after the only step, on evenly spread decisions; collective."""
     evaluated = torch.nonzero(prepared.evaluated).flatten()
     if not float(forward.ranks.sum(torch.tensor([float(len(evaluated))]))):
-        return MetricAccumulator()
+        return
     rows = forward.small_size or rows_for_kl(len(evaluated), forward.micro_batch)
     stride = max(1, -(-len(evaluated) // rows))
-    rows_M = evaluated[::stride] if len(evaluated) else PADDING_ROW
+    rows_M = evaluated[::stride] if len(evaluated) else PADDING_ROW  # Which counts nothing.
     with torch.no_grad():
         logprob = forward.evaluate(batch, rows_M, small=True).logprob
-    old_logprob = prepared.first_logprob[moved(rows_M, logprob.device)]
-    return kl_to_old(old_logprob, logprob, moved(batch.mask[rows_M], logprob.device) & bool(len(evaluated)))
+    add_kl_to_old(metrics, prepared, rows_M, logprob, moved(batch.mask[rows_M], logprob.device))
 
 
 def rows_for_kl(evaluated: int, micro_batch: int) -> int:

@@ -6,7 +6,6 @@ step, V values per decision (1, or C with one per step), N pictures per row, Q n
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,30 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from asyncrl.episode_layout import ArraySpec
-from asyncrl.errors import ConfigError
-from asyncrl.records import ActionSpec
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How action tokens are chosen. It travels with every episode: log-probs mean nothing without it."""
-
-    temperature: float
-    """Divides the logits; 0: the most likely token, with its log-prob at temperature 1 without top-k."""
-    top_k: int = 0
-    """Only the `top_k` most likely tokens can be sampled; 0 means all of them."""
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ConfigError(
-                f"The sampling temperature is {self.temperature}, but it divides the logits: it must "
-                "be finite and not negative. Use 1.0 for the policy as is, more to explore, "
-                "0 for the most likely action."
-            )
-        if self.top_k < 0:
-            raise ConfigError(
-                f"top_k is {self.top_k}, but it counts tokens and cannot be negative. Use 0 for all 256."
-            )
+from asyncrl.records import ActionSpec, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from asyncrl.episode_layout import decision_layout, optional_of, problem_with, version_of
-from asyncrl.records import UNKNOWN_LENGTH, Episode, Sampling
+from asyncrl.records import UNKNOWN_LENGTH, Episode, SamplingParams
 from asyncrl.replay.interface import ANY_FORMAT, EpisodeFormat, RefusalCause
 
 _START: Final = re.compile(r"(/[0-9]{1,9})?/([0-9]{3,9}|seed-[0-9]{1,20})")
@@ -27,7 +27,7 @@ class Expected:
 
     format: EpisodeFormat = ANY_FORMAT
     group_size: int
-    sampling: Sampling
+    sampling: SamplingParams
     newest_version: int  # Newest policy version of any decision
     actor: str | None = None  # Name of the sender; None: any
 
@@ -65,7 +65,7 @@ def _settings(episode: Episode, expected: Expected) -> str | None:
     if episode.group_size != expected.group_size:
         return f"group size {episode.group_size}, this run has {expected.group_size}"
     sampling = expected.sampling
-    if (episode.temperature, episode.top_k) != sampling:
+    if (episode.temperature, episode.top_k) != (sampling.temperature, sampling.top_k):
         return (
             f"temperature {episode.temperature} and top_k {episode.top_k}, this run has "
             f"{sampling.temperature} and {sampling.top_k}"

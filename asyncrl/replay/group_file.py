@@ -31,7 +31,7 @@ from asyncrl.episode_layout import (
 )
 from asyncrl.errors import ReplayError
 from asyncrl.messaging.episode_codec import as_bytes
-from asyncrl.records import UNKNOWN_LENGTH, Episode, Sampling
+from asyncrl.records import UNKNOWN_LENGTH, Episode, SamplingParams
 from asyncrl.replay.sealed_file import UNREADABLE, opened, require_codec, sealing, unreadable
 from asyncrl.storage.untrusted import dataset_in
 
@@ -71,7 +71,7 @@ class GroupFile:
     newest_version: int
     size: int  # Bytes on disk
     decisions: int
-    sampling: Sampling
+    sampling: SamplingParams
     world_version: int  # The oldest of its episodes
     episode_ids: tuple[str, ...]
     attributes: dict[str, Any]
@@ -235,7 +235,7 @@ def _describe(path: Path, attributes: dict[str, Any], table: NDArray[Any], size:
         newest_version=attributes["newest_version"],
         size=size,
         decisions=int(table["N_end"][-1]),
-        sampling=Sampling(float(table["temperature"][0]), int(table["top_k"][0])),
+        sampling=SamplingParams(temperature=float(table["temperature"][0]), top_k=int(table["top_k"][0])),
         world_version=int(table["world_version"].min()),
         episode_ids=tuple(x.decode() for x in table["episode_id"].tolist()),
         attributes=attributes,

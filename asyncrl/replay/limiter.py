@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.sections import ReplaySettings
 from asyncrl.observability.metrics import Metric
-from asyncrl.records import Episode, Sampling
+from asyncrl.records import Episode, SamplingParams
 from asyncrl.replay.admission import Expected, Refusal, refusal
 from asyncrl.replay.events import Granted
 from asyncrl.replay.group_file import GroupFile
@@ -57,7 +57,7 @@ class Limiter(GroupTable):
         self.settings, self.max_lag, self.clock = settings, settings.max_lag, clock
         self.group_size, self.groups_per_update = algorithm.group_size, algorithm.groups_per_update
         self.filter_groups = algorithm.filter_groups
-        self.sampling = Sampling(algorithm.temperature, algorithm.top_k)
+        self.sampling = SamplingParams(temperature=algorithm.temperature, top_k=algorithm.top_k)
         self.episode_format = episode_format
         self.heartbeat_timeout = settings.heartbeat_timeout
         self.actors: defaultdict[str, Actor] = defaultdict(Actor)

@@ -1,4 +1,4 @@
-"""Metrics folded over micro-batches and ranks: exact means whatever the cuts, maxima, moments."""
+"""Metrics over micro-batches and ranks: exact means whatever the cuts, maxima, moments."""
 
 from __future__ import annotations
 
@@ -33,11 +33,9 @@ def test_a_mean_is_the_same_whatever_the_micro_batches_were(cuts: list[int]) -> 
     metrics, edges = MetricAccumulator(), [0, *sorted(cuts), 12]
     for start, stop in itertools.pairwise(edges):
         if stop > start:
-            part = MetricAccumulator()
-            part.mean(m.ENTROPY_LOSS, values[start:stop], mask[start:stop])
-            part.largest(m.IMPORTANCE_MAX, values[start:stop], mask[start:stop])
-            part.moments("x", values[start:stop], mask[start:stop])
-            metrics.fold(part)
+            metrics.mean(m.ENTROPY_LOSS, values[start:stop], mask[start:stop])
+            metrics.largest(m.IMPORTANCE_MAX, values[start:stop], mask[start:stop])
+            metrics.moments("x", values[start:stop], mask[start:stop])
     found = metrics.reduce(Twice())
     valid = values[mask].double()
     assert found[m.ENTROPY_LOSS] == pytest.approx(float(valid.mean()))

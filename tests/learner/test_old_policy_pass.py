@@ -19,6 +19,7 @@ from asyncrl.learner import prepare
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.forward import PolicyForward, Reference
 from asyncrl.learner.interface import AdvantagesAndTargets
+from asyncrl.learner.metrics import MetricAccumulator
 from asyncrl.learner.prepare import split_minibatches
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.recipe import build_recipe
@@ -94,7 +95,7 @@ def prepared_rows(advantage: type, **changes: Any) -> tuple[list[int], Any]:
     chosen = dataclasses.replace(config.algorithm, advantage=named)
     built = build_recipe(chosen, config.correction, config.critic)
     forward = PolicyForward(TablePolicy(rows=8), LearnerRanks(), torch.device("cpu"), micro_batch=4)  # pyright: ignore
-    prepared, _ = prepare.prepare_batch(batch, built, forward)
+    prepared = prepare.prepare_batch(batch, built, forward, MetricAccumulator())
     assert isinstance(built.advantage, OneDecision)
     return torch.nonzero(prepared.evaluated).flatten().tolist(), built.advantage.seen
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from asyncrl.episode_layout import problem_with
 from asyncrl.learner.batches import Batch, batch_metrics, build_batch, group_outcome, valid_steps
 from asyncrl.learner.forward import PolicyForward
+from asyncrl.learner.metrics import MetricAccumulator
 from asyncrl.learner.prepare import PreparedBatch, prepare_batch
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.recipe import build_recipe
@@ -54,7 +55,7 @@ def learned_from(
     )
     chosen = build_recipe(config.algorithm, config.correction, config.critic)
     forward = PolicyForward(policy, LearnerRanks(), CPU, micro_batch=3)  # type: ignore[arg-type]
-    return batch, prepare_batch(batch, chosen, forward)[0]
+    return batch, prepare_batch(batch, chosen, forward, MetricAccumulator())
 
 
 def test_an_episode_has_a_problem_free_record_and_its_mask_says_which_steps_count() -> None:

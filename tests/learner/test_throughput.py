@@ -139,9 +139,9 @@ def test_the_decisions_that_count_are_those_with_a_gradient(
 ) -> None:
     counted: list[int] = []
 
-    def counting(recipe: Any, now: Any, micro: Any, **more: Any) -> Any:
+    def counting(recipe: Any, now: Any, micro: Any, *others: Any, **more: Any) -> Any:
         counted.append(len(micro.mask))
-        return update_loss(recipe, now, micro, **more)
+        return update_loss(recipe, now, micro, *others, **more)
 
     monkeypatch.setattr("asyncrl.learner.update.update_loss", counting)
     config = TrainConfig(algorithm=AlgorithmSettings(group_size=2, micro_batch=3, **changes))

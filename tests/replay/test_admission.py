@@ -16,7 +16,7 @@ from asyncrl.config.sections import ReplaySettings
 from asyncrl.errors import ReplayError
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import metrics_system as m
-from asyncrl.records import ActionSpec, EndReason, Episode, Sampling
+from asyncrl.records import ActionSpec, EndReason, Episode, SamplingParams
 from asyncrl.replay.admission import Expected, refusal
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.groups import REFUSED
@@ -338,7 +338,8 @@ def played(**changes: Any) -> Episode:
 
 def why(episode: Episode, format: EpisodeFormat = PLAYED) -> str:
     found = refusal(
-        episode, Expected(format=format, group_size=2, sampling=Sampling(1.0, 0), newest_version=0)
+        episode,
+        Expected(format=format, group_size=2, sampling=SamplingParams(temperature=1.0), newest_version=0),
     )
     return "" if found is None else f"{found.cause}: {found.reason}"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.sections import ReplaySettings
-from asyncrl.records import Episode, Sampling
+from asyncrl.records import Episode, SamplingParams
 from asyncrl.replay.group_file import GroupFile, read_group
 from asyncrl.replay.interface import GroupGrant, LearnerPort
 from asyncrl.replay.limiter import Limiter
@@ -43,7 +43,7 @@ def ready(oldest: int, newest: int, size: int = 2) -> GroupFile:
         newest_version=newest,
         size=0,
         decisions=size,
-        sampling=Sampling(1.0, 0),
+        sampling=SamplingParams(temperature=1.0),
         world_version=0,
         episode_ids=(),
         attributes={"group_size": size, "successes": 0},

@@ -44,7 +44,7 @@ class Table:
 
     def logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """``[D, 8, 7]`` log-probs and entropies."""
-        logp = (self.logits / batch.temperature).log_softmax(-1)
+        logp = (self.logits / batch.sampling.temperature).log_softmax(-1)
         rows = torch.from_numpy(batch.frames[:, 0, 0, 0].astype("int64"))
         entropy = -(logp.exp() * logp).sum(-1)
         return logp[rows].gather(-1, batch.sample["tokens"][..., None])[..., 0], entropy[rows]
