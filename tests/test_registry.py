@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl import registry
 from asyncrl.errors import ConfigError
-from asyncrl.simulators.build import SimulatorSource
+from asyncrl.simulators.interface import SimulatorSource
 
 SIMULATOR = """
 from asyncrl.simulators.interface import SimulatorSpec

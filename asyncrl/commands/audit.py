@@ -236,7 +236,7 @@ def _load_models(config: AuditConfig, policy: str, device: torch.device) -> Mode
     from asyncrl.launch.environment import tasks_of, with_world_defaults
     from asyncrl.launch.named_models import folder_part, named_policy, named_reward, named_world
     from asyncrl.policies.interface import SamplingParams
-    from asyncrl.simulators.build import SimulatorSource
+    from asyncrl.simulators.interface import SimulatorSource
     from asyncrl.storage.assets import DEFAULT, start_states_path
     from asyncrl.worlds.start_states import load_start_states
 

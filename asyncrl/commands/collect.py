@@ -15,8 +15,7 @@ from asyncrl.config.help import ShortHelp
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import acting, check_fits
 from asyncrl.fitting.recordings import episodes_per_part, must_be_new, write_part
-from asyncrl.simulators.build import SimulatorSource
-from asyncrl.simulators.interface import Demonstrator, SimStart, SimulatorSpec, random_start
+from asyncrl.simulators.interface import Demonstrator, SimStart, SimulatorSource, SimulatorSpec, random_start
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import HELD_OUT, Act, Play, SimulatedEpisode, chosen_tasks, rollout
 
@@ -77,7 +76,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _record(config: CollectConfig, source: SimulatorSource) -> int:
-    policy, extra = None, config.expert.extra_decisions
+    policy, extra = None, 1  # Decisions recorded after the task is solved.
     act: Act | Demonstrator = config.expert
     about: dict[str, object] = {"demonstrator": asdict(config.expert)}
     if config.policy:

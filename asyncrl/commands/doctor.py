@@ -109,7 +109,7 @@ def main(arguments: list[str]) -> int:
 
 def _check_simulator(config: SimulatorConfig) -> int:
     from asyncrl.doctor.simulators import examine_simulator
-    from asyncrl.simulators.build import SimulatorSource
+    from asyncrl.simulators.interface import SimulatorSource
 
     registry.check_name("simulator", config.simulator)
     registry.keywords("--simulator-settings", config.simulator_settings)
@@ -189,7 +189,7 @@ def _starts(config: CheckConfig, size: int) -> list[StartState]:
 
 def _simulator(config: CheckConfig) -> Iterator[str]:
     from asyncrl.launch.conformance import check_simulator
-    from asyncrl.simulators.build import SimulatorSource
+    from asyncrl.simulators.interface import SimulatorSource
 
     source = SimulatorSource(name=config.name, settings=config.settings)
     simulator = source.with_(places=min(2, source.usual_places())).build()

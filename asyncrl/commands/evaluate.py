@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from asyncrl.launch.named_models import RunSettings
-    from asyncrl.simulators.build import SimulatorSource
-    from asyncrl.simulators.interface import SimulatorSpec
+    from asyncrl.simulators.interface import SimulatorSource, SimulatorSpec
     from asyncrl.simulators.rollout import Act, SimulatedEpisode
     from asyncrl.worlds.interface import World
 
@@ -57,7 +56,7 @@ class PlayConfig(Bounded):
 
     def source(self, episodes: int, *settings: str, places: int = 0, **sizes: int) -> SimulatorSource:
         """Return the simulator of every worker; `episodes` bounds the places where `places` is 0."""
-        from asyncrl.simulators.build import SimulatorSource
+        from asyncrl.simulators.interface import SimulatorSource
 
         source = SimulatorSource(name=self.simulator, settings=(*self.simulator_settings, *settings), **sizes)
         most = min(source.usual_places(), -(-episodes // self.workers))

@@ -106,7 +106,7 @@ class Rounds:
     def __init__(self, pace: PaceConfig, train_flags: Sequence[str], train: TrainConfig) -> None:
         from asyncrl.evaluation.evaluate import simulator_of_tasks
         from asyncrl.launch.named_models import folder_part
-        from asyncrl.simulators.build import SimulatorSource
+        from asyncrl.simulators.interface import SimulatorSource
         from asyncrl.storage.assets import simulator_named, start_states_path, world_folder
         from asyncrl.worlds.start_states import load_start_states
 

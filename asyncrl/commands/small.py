@@ -69,7 +69,7 @@ class ListSimulators:
     def run(self) -> int:
         """Print a line each; those that cannot be used here stand below, by the reason."""
         from asyncrl.observability.console import hanging
-        from asyncrl.simulators.build import SimulatorSource
+        from asyncrl.simulators.interface import SimulatorSource
 
         unusable: dict[str, list[str]] = {}
         for name in {**registry.BUILT_IN["simulator"], **registry.registered("simulator")}:

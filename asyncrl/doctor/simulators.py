@@ -30,8 +30,7 @@ from asyncrl.doctor.host import GIB, free_memory
 from asyncrl.errors import RunError
 
 if TYPE_CHECKING:
-    from asyncrl.simulators.build import SimulatorSource
-    from asyncrl.simulators.interface import SimStart, SimulatorSpec
+    from asyncrl.simulators.interface import SimStart, SimulatorSource, SimulatorSpec
     from asyncrl.simulators.pool import SimulatorPool
     from asyncrl.simulators.pool_worker import Frames
 

@@ -18,14 +18,13 @@ from tqdm import tqdm
 
 from asyncrl.config.bounds import PIXELS
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.recordings import FrameFile, Looks, RecordingFile
+from asyncrl.fitting.recordings import EpisodeArrays, FrameFile, Looks
 from asyncrl.fitting.settings import NONE, DataSetSettings
-from asyncrl.records import POSE_DIM, dummy_action
+from asyncrl.records import dummy_action
 from asyncrl.simulators.interface import SimStart
 from asyncrl.simulators.rollout import SimulatedEpisode
 
 _log = logging.getLogger(__name__)
-EPISODE_BYTES: Final = 4 * 2**30  # Pictures of one episode, as placed; one episode is in memory at a time.
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "BMP")
 AS_STORED: Final = DataSetSettings()
 
@@ -35,13 +34,13 @@ class DataSet(ABC):
 
     looks: Looks
     frames: int  # Of all episodes, as they are read.
+    state_dim: int
     cameras: tuple[str, ...]
     action: str
     state: tuple[str, ...]
     reward: str
     success: str
     """Keys; empty if there is no such thing."""
-    state_dim: int
 
     def __init__(self, path: Path, settings: DataSetSettings) -> None:
         self.path, self.settings = path, settings
@@ -51,33 +50,23 @@ class DataSet(ABC):
     def episodes(self) -> Iterator[SimulatedEpisode]:
         """Read one episode after the other; a ConfigError names damage."""
 
-    def read(self, into: FrameFile, row: int) -> RecordingFile:
+    def read(self, into: FrameFile, row: int) -> EpisodeArrays:
         """Write the pictures of the first camera from a row on, and return the rest."""
         read: list[tuple[NDArray[np.float32], NDArray[np.bool_], str, int]] = []
         offsets, name = [0], f"read {self.path.name}"
         bar = tqdm(self.episodes(), desc=name, unit="episode", delay=2, mininterval=2, leave=False)
         for episode in bar:
-            if offsets[-1] + len(episode.frames) > self.frames:
-                break
             into.write(row + offsets[-1], episode.frames)
             offsets.append(offsets[-1] + len(episode.frames))
             read.append((episode.actions, episode.success, episode.task, episode.seed))
-        if offsets[-1] != self.frames:
-            raise ConfigError(
-                f"{self.path} has other episodes than it says. Download or write the data set again."
-            )
         actions, success, tasks, seeds = zip(*read, strict=True)
-        return RecordingFile(
-            path=self.path,
-            looks=self.looks,
-            frames=self.frames,
+        return EpisodeArrays(
             actions=np.concatenate(actions),
             success=np.concatenate(success),
             offsets=np.array(offsets, np.int64),
             tasks=list(tasks),
             seeds=np.array(seeds, np.int64),
             task_ids=np.full(len(tasks), -1, np.int64),
-            poses=np.zeros((0, POSE_DIM), np.float32),
         )
 
     def note(self, choice: str) -> None:
@@ -97,15 +86,7 @@ class DataSet(ABC):
         self.cameras = self.settings.cameras or ([*others, *sizes][0],)
         if not self.settings.cameras and len(sizes) > 1:
             self.note(f"camera {self.cameras[0]} of {', '.join(sizes)} (--dataset.cameras)")
-        stored = [sizes[key] for key in self.cameras]
-        for height, width in stored:
-            largest = max(height, width, *placed_size(height, width, self.settings))
-            if not 0 < largest <= PIXELS or not min(height, width):
-                raise ConfigError(
-                    f"{self.path} has pictures of {height} x {width} pixels, but at most {PIXELS} x "
-                    f"{PIXELS} are read. Write the data set with smaller ones."
-                )
-        placed = {placed_size(*size, self.settings) for size in stored}
+        placed = {placed_size(*sizes[key], self.settings) for key in self.cameras}
         if len(placed) > 1:
             raise ConfigError(
                 f"{self.path} has pictures of different sizes from {', '.join(self.cameras)}. Resize them "
@@ -132,10 +113,12 @@ class DataSet(ABC):
             self.check_key("state", key, state_keys)
         if not asked.state:
             self.state = next((usual for usual in states if set(usual) <= set(state_keys)), ())
-        for flag, given, usual in (("reward", asked.reward, reward), ("success", asked.success, success)):
-            if given and given != NONE:
-                self.check_key(flag, given, keys)
-            setattr(self, flag, "" if given == NONE else given or (usual if usual in keys else ""))
+        self.reward = reward if reward in keys else ""
+        self.success = asked.success or (success if success in keys else "")
+        if self.success == NONE:
+            self.success = ""
+        elif asked.success:
+            self.check_key("success", self.success, keys)
 
     def check_key(self, flag: str, key: str, keys: Sequence[str]) -> None:
         """Refuse a key that the data set does not have, listing those it has."""
@@ -151,24 +134,9 @@ class DataSet(ABC):
                 "--dataset.solved end for demonstrations)"
             )
 
-    def kept_steps(self, samples: int) -> NDArray[np.int64]:
-        """Return the samples whose observations are kept at the stride of the settings."""
-        return np.arange(0, samples, self.settings.stride)
-
     def count_frames(self, samples: Sequence[int]) -> int:
         """Count the frames that episodes of so many samples become."""
         return sum(-(-count // self.settings.stride) + 1 for count in samples)
-
-    def check_bytes(self, where: str, samples: int) -> None:
-        """Refuse an episode whose pictures would not fit into memory."""
-        looks, count = self.looks, -(-samples // self.settings.stride) + 1
-        needed = count * len(looks.cameras) * looks.height * looks.width * 3
-        if needed > EPISODE_BYTES:
-            raise ConfigError(
-                f"{where} has {count} pictures of {looks.height} x {looks.width} pixels from "
-                f"{len(looks.cameras)} cameras, {needed / 1e9:.1f} GB in memory. Resize them "
-                "(--dataset.image-size 128), or take fewer (--dataset.stride)."
-            )
 
     def episode(
         self,
@@ -233,17 +201,14 @@ class DataSet(ABC):
 
 def check_numbers(where: str, what: str, values: NDArray[Any], flag: str) -> NDArray[np.float32]:
     """Return finite numbers ``[T, n]`` as float32; a ConfigError refuses others."""
+    problem = f"{values.dtype}{list(values.shape)}, expected numbers [T, A]"
     if values.ndim == 2 and values.shape[1] and values.dtype.kind in "fiub":
         found = values.astype(np.float32)
         if np.isfinite(found).all():
             return found
-        raise ConfigError(
-            f"{where}: {what} are not all finite numbers of 32 bits. Mend the data set, or choose another "
-            f"key (--dataset.{flag})."
-        )
+        problem = "not all finite numbers of 32 bits"
     raise ConfigError(
-        f"{where}: {what} are {values.dtype}{list(values.shape)}, expected numbers [T, A]. Choose "
-        f"another key (--dataset.{flag})."
+        f"{where}: {what} are {problem}. Mend the data set, or choose another key (--dataset.{flag})."
     )
 
 

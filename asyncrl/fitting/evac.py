@@ -173,9 +173,6 @@ class PoseWindows:
     motions: Tensor  # [F, 14] float32: normalised motion since the frame before; 0 at a first one.
     rows: Tensor  # [W, P + C] int64: the frames of each window.
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
 
 def windows(
     recordings: Recordings, latents: Latents, poses_F8: Tensor, maps_FZhw: Tensor, config: EvacConfig
@@ -227,7 +224,8 @@ def fit_unet(
     )
 
     def loss_at(step: int) -> Tensor:
-        rows = windows.rows[torch.randint(len(windows), (schedule.batch,), generator=generator).to(device)]
+        chosen = torch.randint(len(windows.rows), (schedule.batch,), generator=generator)
+        rows = windows.rows[chosen.to(device)]
         made, latents = rows[:, history:], windows.latents[rows]
         new = latents[:, history:]
         return chunk_loss(

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -114,7 +114,8 @@ def imagine_episodes(
     )
 
 
-OPENING = 5  # Frames of a stream before the first imagined one.
+OPENING: Final = 5  # Frames of a stream before the first imagined one.
+COMPARED: Final = 16  # Episodes compared at once.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,19 +154,14 @@ def fit_decoder(decoder: nn.Module, imagined: ImaginedVideos, schedule: Schedule
 
 @torch.no_grad()
 def compare(
-    decoder: nn.Module,
-    held_out: ImaginedVideos,
-    reward: RewardModel | None,
-    *,
-    threshold: float,
-    batch: int = 16,
+    decoder: nn.Module, held_out: ImaginedVideos, reward: RewardModel | None, *, threshold: float
 ) -> Likeness:
     """Measure `decoder` against the full decoder's frames, the opening ones left out."""
     device = next(decoder.parameters()).device
     decibels: list[Tensor] = []
     verdicts: list[tuple[Tensor, Tensor]] = []
-    for begin in tqdm(range(0, len(held_out), batch), desc="compare", mininterval=2.0):
-        rows = slice(begin, begin + batch)
+    for begin in tqdm(range(0, len(held_out), COMPARED), desc="compare", mininterval=2.0):
+        rows = slice(begin, begin + COMPARED)
         drawn = to_uint8(decoder(held_out.latents[rows].to(device))).permute(0, 2, 3, 4, 1)[:, OPENING:]
         wanted = held_out.frames[rows].to(device)[:, OPENING:]
         decibels.append(psnr(drawn, wanted).flatten())

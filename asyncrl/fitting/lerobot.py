@@ -32,8 +32,6 @@ PLACES: Final = "chunk-*/file-*.parquet"
 DATA: Final = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO: Final = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 """Several episodes in a file, one row or frame per sample. Pictures that are no movies lie in the rows."""
-ROWS_AT_ONCE: Final = 4096
-PICTURES_AT_ONCE: Final = 32  # Rows read at once where they hold pictures.
 AGAIN: Final = "Download or write the data set again."
 _NUMBERS: Final = ("float32", "float64", "int64", "int32", "int16", "int8", "uint8", "bool", "float16")
 
@@ -80,32 +78,27 @@ class LeRobotFolder(DataSet):
             rate=self._rate / settings.stride,
         )
         self._places = self._read_places()
-        lengths = [place.length for place in self._places]
-        self.frames = self.count_frames(lengths)
-        self.check_bytes(str(path), max(lengths))
+        self.frames = self.count_frames([place.length for place in self._places])
 
     def _width(self, key: str) -> int:
         return math.prod(self._features[key]["shape"])
 
     def _read_places(self) -> list[_Place]:
         videos = [key for key in self.cameras if self._features[key]["dtype"] == "video"]
-        of_videos = [
-            f"videos/{key}/{column}"
-            for key in videos
-            for column in ("chunk_index", "file_index", "from_timestamp")
-        ]
-        columns = ["episode_index", "length", "data/chunk_index", "data/file_index", *of_videos]
+        of_videos = ("chunk_index", "file_index", "from_timestamp")
+        columns = ["episode_index", "length", "data/chunk_index", "data/file_index"]
+        columns += [f"videos/{key}/{column}" for key in videos for column in of_videos]
         places: list[_Place] = []
         for file in sorted((self.path / "meta" / "episodes").glob(PLACES)):
-            for batch in _batches(file, columns):
-                with _reading(file):
-                    found = np.concatenate([_numbers_in(batch, name) for name in columns], 1).astype(float)
-                    if not ((found >= 0) & (found < 1e12)).all():
-                        raise ValueError("it has a place below zero, or one that is no number")
-                for number, length, chunk, index, *rest in found.tolist():
-                    of_key = zip(videos, rest[::3], rest[1::3], rest[2::3], strict=True)
-                    movies = {key: (int(c), int(i), begin) for key, c, i, begin in of_key}
-                    places.append(_Place(int(number), int(length), (int(chunk), int(index)), movies))
+            with _reading(file):
+                table = _read_table(file, columns)
+                found = np.concatenate([_numbers_in(table, name) for name in columns], 1).astype(float)
+                if not ((found >= 0) & (found < 1e12)).all():
+                    raise ValueError("it has a place below zero, or one that is no number")
+            for number, length, chunk, index, *rest in found.tolist():
+                of_key = zip(videos, rest[::3], rest[1::3], rest[2::3], strict=True)
+                movies = {key: (int(c), int(i), begin) for key, c, i, begin in of_key}
+                places.append(_Place(int(number), int(length), (int(chunk), int(index)), movies))
         places.sort(key=lambda place: place.number)
         numbers = {place.number for place in places}
         if not places or len(numbers) < len(places) or min(place.length for place in places) < 1:
@@ -117,48 +110,50 @@ class LeRobotFolder(DataSet):
     def episodes(self) -> Iterator[SimulatedEpisode]:
         """Read one episode after the other, with one file of rows and one movie of each camera open."""
         movies: dict[str, _Movie] = {}
-        pictures = [key for key in self.cameras if self._features[key]["dtype"] == "image"]
-        columns = ["episode_index", *(() if self.settings.task else ("task_index",))]
-        columns += [key for key in (self.action, *self.state, self.reward, self.success) if key]
-        columns = list(dict.fromkeys(columns))
+        columns = ["episode_index", self.action, *self.state, self.reward, self.success, *self.cameras]
+        columns += [] if self.settings.task else ["task_index"]
+        kept = [name for name in dict.fromkeys(columns) if name and name not in self._places[0].videos]
         try:
             for (chunk, index), places in groupby(self._places, key=lambda place: place.rows):
                 file = self.path / DATA.format(chunk_index=chunk, file_index=index)
-                size = PICTURES_AT_ONCE if pictures else ROWS_AT_ONCE
-                rows = _Rows(file, _batches(file, [*columns, *pictures], rows=size), columns, pictures)
+                with _reading(file):
+                    table = _read_table(file, kept)
+                    numbers = _numbers_in(table, "episode_index")[:, 0]
                 for place in places:
-                    yield self._episode(place, rows, movies)
+                    with _reading(file):
+                        rows = np.flatnonzero(numbers == place.number)
+                        if len(rows) != place.length:
+                            raise ValueError(
+                                f"it has {len(rows)} rows of episode {place.number}, where meta/episodes "
+                                f"says {place.length}"
+                            )
+                        episode = self._episode(place, table.take(rows), movies)
+                    yield episode
         finally:
             for movie in movies.values():
                 movie.close()
 
-    def _episode(self, place: _Place, rows: _Rows, movies: dict[str, _Movie]) -> SimulatedEpisode:
+    def _episode(self, place: _Place, table: Any, movies: dict[str, _Movie]) -> SimulatedEpisode:
         where = f"{self.path} episode {place.number}"
-        kept = self.kept_steps(place.length)
+        kept = np.arange(0, place.length, self.settings.stride)
         shape = (len(kept), len(self.cameras), self.looks.height, self.looks.width, 3)
         pictures = np.empty(shape, np.uint8)
-        numbers = self._read_rows(where, place, rows, pictures)
         for camera, key in enumerate(self.cameras):
             if key in place.videos:
-                chunk, index, begin = place.videos[key]
-                file = VIDEO.format(video_key=key, chunk_index=chunk, file_index=index)
-                if key not in movies or movies[key].path != self.path / file:
-                    if key in movies:
-                        movies[key].close()
-                    movies[key] = _Movie(self.path / file, self._sizes[key], self._rate)
-                for row, picture in enumerate(movies[key].frames(begin, kept)):
-                    pictures[row, camera] = place_picture(picture, self.settings)
-        if (numbers["episode_index"] != place.number).any():
-            raise ConfigError(f"{where}: its rows are not where meta/episodes says. {AGAIN}")
+                stored = self._movie_frames(place, key, kept, movies)
+            else:
+                stored = _pictures_in(table.take(kept), key, self._sizes[key])
+            for row, picture in enumerate(stored):
+                pictures[row, camera] = place_picture(picture, self.settings)
         nothing = np.zeros((place.length, 1), np.float32)
 
         def read(key: str, flag: str) -> NDArray[np.float32]:
-            return check_numbers(where, key, numbers[key], flag) if key else nothing
+            return check_numbers(where, key, _numbers_in(table, key), flag) if key else nothing
 
         states = [read(key, "state")[kept] for key in self.state]
         start = SimStart(
             name=f"{self.looks.simulator}/{self.path.name}/{place.number:06d}",
-            task=self._task(numbers, where),
+            task=self._task(table, where),
             seed=place.number,
         )
         return self.episode(
@@ -171,31 +166,21 @@ class LeRobotFolder(DataSet):
             success=read(self.success, "success")[:, 0] > 0.5,
         )
 
-    def _read_rows(
-        self, where: str, place: _Place, rows: _Rows, pictures: NDArray[np.uint8]
-    ) -> dict[str, NDArray[Any]]:
-        pieces: list[dict[str, NDArray[Any]]] = []
-        stride, step = self.settings.stride, 0
-        for numbers, packed in rows.take(place.length):
-            for key, files in packed.items():
-                for offset in range(-step % stride, len(files), stride):
-                    try:
-                        picture = decode_picture(files[offset], self._sizes[key])
-                    except ValueError as error:
-                        raise ConfigError(f"{where}, {key}: {error}. {AGAIN}") from error
-                    row = (step + offset) // stride
-                    pictures[row, self.cameras.index(key)] = place_picture(picture, self.settings)
-            pieces.append(numbers)
-            step += len(numbers["episode_index"])
-        try:
-            return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
-        except ValueError as error:
-            raise ConfigError(f"{where} has rows of different widths. Write the data set again.") from error
+    def _movie_frames(
+        self, place: _Place, key: str, kept: NDArray[np.int64], movies: dict[str, _Movie]
+    ) -> Iterator[NDArray[np.uint8]]:
+        chunk, index, begin = place.videos[key]
+        file = self.path / VIDEO.format(video_key=key, chunk_index=chunk, file_index=index)
+        if key not in movies or movies[key].path != file:
+            if key in movies:
+                movies[key].close()
+            movies[key] = _Movie(file, self._sizes[key], self._rate)
+        return movies[key].frames(begin, kept)
 
-    def _task(self, numbers: Mapping[str, NDArray[Any]], where: str) -> str:
+    def _task(self, table: Any, where: str) -> str:
         task = self.settings.task
         if not task:
-            of_rows = numbers["task_index"][:, 0]
+            of_rows = _numbers_in(table, "task_index")[:, 0]
             task = self._tasks.get(int(of_rows[0]), "")
             if (of_rows != of_rows[0]).any():
                 self.note("instructions that change within an episode: the first one is taken")
@@ -245,22 +230,12 @@ def _picture_size(about: Mapping[str, Any]) -> tuple[int, int] | None:
 
 def _read_tasks(path: Path) -> dict[int, str]:
     file = path / "meta" / "tasks.parquet"
-    with _opened(file) as table:
-        texts = [name for name in table.schema_arrow.names if name != "task_index"]
-    column = next((name for name in ("task", "__index_level_0__") if name in texts), None)
-    if column is None:
-        raise ConfigError(
-            f"{file} has no column of instructions (task), only {', '.join(texts)[:200]}. Give one "
-            "instruction for all: --dataset.task 'fold the towel'."
-        )
-    tasks: dict[int, str] = {}
-    for batch in _batches(file, ["task_index", column]):
-        with _reading(file):
-            found = _column(batch, column).to_pylist()
-            if not all(isinstance(text, str) for text in found):
-                raise ValueError(f"{column} does not hold texts")
-            tasks |= dict(zip(_numbers_in(batch, "task_index")[:, 0].tolist(), found, strict=True))
-    return tasks
+    with _reading(file):
+        table = _read_table(file, ["task_index"], texts=("task", "__index_level_0__"))
+        numbers, texts = _numbers_in(table, "task_index")[:, 0].tolist(), table.column(1).to_pylist()
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("its instructions are no texts")
+    return dict(zip(numbers, texts, strict=True))
 
 
 @contextmanager
@@ -277,30 +252,25 @@ def _reading(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path} cannot be read ({first_line(error)}). {AGAIN}") from error
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _read_table(path: Path, columns: Sequence[str], texts: Sequence[str] = ()) -> Any:
+    """Read columns, and the first one of `texts` that is there."""
     import pyarrow.parquet as pq  # pyright: ignore[reportMissingImports]
 
-    with _reading(path), io.FileIO(open_regular(path), "rb") as raw:
-        yield pq.ParquetFile(raw)
-
-
-def _batches(path: Path, columns: Sequence[str], *, rows: int = ROWS_AT_ONCE) -> Iterator[Any]:
-    with _opened(path) as file:
+    with io.FileIO(open_regular(path), "rb") as raw:
+        file = pq.ParquetFile(raw)
         there = file.schema_arrow.names
-        if missing := [name for name in columns if name not in there]:
-            raise ValueError(f"it has no column {missing[0]}, only {', '.join(there)[:500]}")
-        yield from file.iter_batches(batch_size=rows, columns=list(columns))
+        missing = [name for name in columns if name not in there]
+        text = [name for name in texts if name in there][:1]
+        if missing or len(text) < bool(texts):
+            lacking = [*missing, *texts][0]
+            raise ValueError(f"it has no column {lacking}, only {', '.join(there)[:500]}")
+        return file.read([*columns, *text]).select([*columns, *text])
 
 
-def _column(batch: Any, name: str) -> Any:
-    return batch.column(batch.schema.get_field_index(name))
-
-
-def _numbers_in(batch: Any, column: str) -> NDArray[Any]:
+def _numbers_in(table: Any, column: str) -> NDArray[Any]:
     import pyarrow as pa  # pyright: ignore[reportMissingImports]
 
-    array = _column(batch, column)
+    array = table.column(column).combine_chunks()
     rows, kind = len(array), array.type
     if array.null_count:
         raise ValueError(f"{column} has rows without a value")
@@ -318,34 +288,13 @@ def _numbers_in(batch: Any, column: str) -> NDArray[Any]:
     return values.reshape(rows, width)
 
 
-def _files_in(batch: Any, column: str) -> list[bytes]:
-    found = _column(batch, column).to_pylist()
-    files = [row.get("bytes") if isinstance(row, dict) else row for row in found]
-    packed = [file for file in files if isinstance(file, bytes)]
-    if len(packed) < len(files):
-        raise ValueError(f"{column} does not hold pictures: they may lie in files beside the table")
-    return packed
-
-
-class _Rows:
-    def __init__(
-        self, path: Path, batches: Iterator[Any], columns: Sequence[str], pictures: Sequence[str]
-    ) -> None:
-        self._path, self._batches, self._columns, self._pictures = path, batches, columns, pictures
-        self._left: Any = ()
-
-    def take(self, count: int) -> Iterator[tuple[dict[str, NDArray[Any]], dict[str, list[bytes]]]]:
-        """Yield numbers ``[n, ...]`` and files of pictures of the next rows, by column, in pieces."""
-        while count:
-            self._left = self._left if len(self._left) else next(self._batches, ())
-            if not len(self._left):
-                raise ConfigError(f"{self._path} has {count} rows fewer than meta/episodes says. {AGAIN}")
-            piece, self._left = self._left.slice(0, count), self._left.slice(count)
-            count -= len(piece)
-            with _reading(self._path):
-                numbers = {name: _numbers_in(piece, name) for name in self._columns}
-                pictures = {name: _files_in(piece, name) for name in self._pictures}
-            yield numbers, pictures
+def _pictures_in(table: Any, column: str, size: tuple[int, int]) -> Iterator[NDArray[np.uint8]]:
+    for row in table.column(column):
+        value = row.as_py()
+        packed = value.get("bytes") if isinstance(value, dict) else value
+        if not isinstance(packed, bytes):
+            raise ValueError(f"{column} does not hold pictures: they may lie in files beside the table")
+        yield decode_picture(packed, size)
 
 
 class _Movie:

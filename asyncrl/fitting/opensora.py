@@ -79,29 +79,20 @@ class FrameWindows:
     actions: Tensor  # [F, A] float32, scaled to the world's range; row i produced frame i.
     rows: Tensor  # [W, P + C] int64: the frames of each window.
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
     def take(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """Return latents ``[B, Z, P + C, h, w]`` and actions ``[B, C, A]`` of windows ``[B]`` int64."""
         rows = self.rows[chosen]
         return self.latents[rows].transpose(1, 2).contiguous(), self.actions[rows[:, CONDITION:]]
 
 
-def last_frames(seen: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the last four frames ``[n, 4]`` of the first ``[n]``; the first one stands in for earlier ones.
-
-    Example:
-        >>> last_frames(np.array([1, 6])).tolist()
-        [[0, 0, 0, 0], [2, 3, 4, 5]]
-    """
-    return np.maximum(seen[:, None] - CONDITION + np.arange(CONDITION), 0)
-
-
 def windows(recordings: Recordings, latents: Latents, action_range: ActionRange) -> FrameWindows:
     """Cut episodes into windows, one behind every frame with eight more behind it."""
     device = latents.all.device
     actions = to_device(recordings.actions, device)
+
+    def last_frames(seen: NDArray[np.int64]) -> NDArray[np.int64]:  # The first stands in for earlier ones.
+        return np.maximum(seen[:, None] - CONDITION + np.arange(CONDITION), 0)
+
     return FrameWindows(
         latents=latents.all,
         actions=normalise(actions, *action_range.tensors(device)),
@@ -116,7 +107,7 @@ def fit_transformer(transformer: STDiT3, windows: FrameWindows, schedule: Schedu
     velocity: Callable[..., Tensor] = prepared(transformer, device, compiled=schedule.compiled)
 
     def loss_at(step: int) -> Tensor:
-        chosen = torch.randint(len(windows), (schedule.batch,), generator=generator).to(device)
+        chosen = torch.randint(len(windows.rows), (schedule.batch,), generator=generator).to(device)
         return window_loss(velocity, *windows.take(chosen), generator=generator)
 
     return minimise("world", transformer, loss_at, schedule, average=AVERAGE)

@@ -44,6 +44,8 @@ UNREADABLE: Final = (
 )  # Raised by h5py and by the checks of its results.
 
 
+ROWS: Final = ("frames", "actions", "rewards", "success", "poses", "states", "more_frames")
+"""Datasets of a file with a row per frame; the last three where there are some."""
 BLOCK_BYTES: Final = 64 * 2**20  # Pictures moved at a time.
 
 
@@ -63,7 +65,6 @@ class FrameFile:
 
     def __init__(self, shape: tuple[int, int, int, int]) -> None:
         self.shape = shape
-        self.dtype = np.dtype(np.uint8)
         self.nbytes = math.prod(shape)
         self._rows = np.arange(shape[0])
         self._row_bytes = math.prod(shape[1:])
@@ -228,11 +229,9 @@ def write_part(
             format=FORMAT, simulator=simulator, cameras=json.dumps(cameras), about=json.dumps(about)
         )
         for episode in episodes:
-            rows = {name: getattr(episode, name) for name in ("frames", "actions", "rewards")}
-            rows["success"] = episode.success.astype(np.uint8)
-            optional = {name: getattr(episode, name) for name in ("poses", "states", "more_frames")}
-            for name, array in (rows | {n: array for n, array in optional.items() if array.size}).items():
-                _append(file, name, array)
+            for name in ROWS:
+                if (rows := getattr(episode, name)).size:
+                    _append(file, name, rows.astype(np.uint8) if rows.dtype == bool else rows)
             lengths.append(len(episode.frames))
             written.append((episode.task, episode.start, episode.terminated, episode.truncated))
         file["offsets"] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -255,9 +254,8 @@ def _append(file: h5py.File, name: str, rows: NDArray[Any]) -> None:
         dataset.resize(begin + len(rows), axis=0)
         dataset[begin:] = rows
         return
-    shape = rows.shape[1:]
-    packed: dict[str, Any] = {"compression": "gzip", "compression_opts": 1}
-    file.create_dataset(name, data=rows, maxshape=(None, *shape), chunks=(16, *shape), **packed)
+    sizes: dict[str, Any] = {"maxshape": (None, *rows.shape[1:]), "chunks": (16, *rows.shape[1:])}
+    file.create_dataset(name, data=rows, compression="gzip", compression_opts=1, **sizes)
 
 
 def is_recording(path: Path) -> bool:
@@ -306,11 +304,11 @@ class RecordingFile(EpisodeArrays):
         """Write the pictures of the first camera from a row on."""
         with _opened(self.path) as file:
             frames = dataset_in(file, "frames")
-            if frames.chunks is None or frames.compression != "gzip" or frames.shuffle or frames.fletcher32:
-                for part in blocks(frames.shape):
-                    into.write(row + part.start, frames[part])
-            else:
+            if frames.chunks and frames.compression == "gzip" and not (frames.shuffle or frames.fletcher32):
                 _inflate(frames, into, row)
+                return self
+            for part in blocks(frames.shape):
+                into.write(row + part.start, frames[part])
         return self
 
 
@@ -325,6 +323,8 @@ def read_part(path: Path) -> RecordingFile:
             raise ValueError(f"actions are {actions.dtype}, expected float32")
         if actions.ndim != 2 or not len(actions) == len(success) == len(frames):
             raise ValueError(f"{len(frames)} frames, but {len(actions)} actions and {len(success)} success")
+        about = json.loads(str(file.attrs["about"])) if "about" in file.attrs else {}
+        rate = about.get(RATE, 0) if isinstance(about, dict) else 0
         part = RecordingFile(
             path=path,
             looks=Looks(
@@ -333,7 +333,7 @@ def read_part(path: Path) -> RecordingFile:
                 height=frames.shape[1],
                 width=frames.shape[2],
                 action_dim=actions.shape[1],
-                rate=_rate_in(file),
+                rate=float(rate) if isinstance(rate, int | float) else 0.0,
             ),
             frames=len(frames),
             actions=actions.astype(np.float32, copy=False),
@@ -346,12 +346,6 @@ def read_part(path: Path) -> RecordingFile:
         )
         _check(part)
         return part
-
-
-def _rate_in(file: h5py.File) -> float:
-    about = json.loads(str(file.attrs["about"])) if "about" in file.attrs else {}
-    rate = about.get(RATE, 0) if isinstance(about, dict) else 0
-    return float(rate) if isinstance(rate, int | float) else 0.0
 
 
 def _check(part: RecordingFile) -> None:
@@ -380,8 +374,7 @@ def _opened(path: Path) -> Iterator[h5py.File]:
         raise ConfigError(f"{path} is not a recording ({first_line(error)}). Collect it again.") from error
 
 
-def _inflate(dataset: h5py.Dataset, into: FrameFile, row: int) -> None:
-    """Unpack compressed frames on all cores: HDF5 itself uses one."""
+def _inflate(dataset: h5py.Dataset, into: FrameFile, row: int) -> None:  # On all cores: HDF5 uses one.
     chunks, most, rows = dataset.chunks, math.prod(dataset.chunks or ()) + 1, dataset.shape[0]
     assert chunks is not None
 

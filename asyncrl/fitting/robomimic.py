@@ -32,7 +32,6 @@ _STATES: Final = (
     ("robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos"),
     ("robot_state",),
 )  # Usual states: robosuite's, and that of our own exports.
-_AT_ONCE: Final = 32  # Pictures that are read before they are resized.
 LIBERO_CAMERAS: Final = {"agentview": "agentview_rgb", "wrist": "eye_in_hand_rgb"}  # Our name -> key.
 LIBERO_NUMBERS: Final = {
     "libero_spatial": (0, 2, 4, 6, 8, 1, 3, 5, 7, 9),
@@ -158,7 +157,6 @@ class RobomimicFile(DataSet):
             if len(numbers) != steps:
                 raise ValueError(f"{name} has {steps} actions and {len(numbers)} {what}")
         where, after = f"{self.path} {name}", "next_obs" in group_in(file, f"data/{name}")
-        self.check_bytes(where, steps)
         return self.episode(
             where,
             self._start(file, name),
@@ -182,36 +180,31 @@ class RobomimicFile(DataSet):
         return check_numbers(f"{self.path} {name}", key.rpartition("/")[2], stored, flag)
 
     def _pictures(self, file: h5py.File, name: str, steps: int, after: bool) -> NDArray[np.uint8]:
-        """Read ``[N, K, H, W, 3]`` of the N kept steps, and one more where `next_obs` has it."""
-        kept = self.kept_steps(steps)
+        kept = range(0, steps, self.settings.stride)
         shape = (len(kept) + after, len(self.cameras), self.looks.height, self.looks.width, 3)
         placed = np.empty(shape, np.uint8)
         for camera, key in enumerate(self.cameras):
             stored = dataset_in(file, f"data/{name}/obs/{key}")
             if len(stored) != steps:
                 raise ValueError(f"{name} has {steps} actions and {len(stored)} pictures of {key}")
-            for begin in range(0, len(kept), _AT_ONCE):
-                rows = kept[begin : begin + _AT_ONCE]
-                block = stored[int(rows[0]) : int(rows[-1]) + 1 : self.settings.stride]
-                for row, picture in enumerate(block, begin):
-                    placed[row, camera] = place_picture(_channels_last(picture), self.settings)
+            sources = [(stored, step) for step in kept]
             if after:
-                last = dataset_in(file, f"data/{name}/next_obs/{key}")[-1]
-                placed[-1, camera] = place_picture(_channels_last(last), self.settings)
+                sources.append((dataset_in(file, f"data/{name}/next_obs/{key}"), -1))
+            for row, (source, step) in enumerate(sources):
+                picture = source[step]
+                upright = picture if picture.shape[-1] == 3 else picture.transpose(1, 2, 0)
+                placed[row, camera] = place_picture(upright, self.settings)
         return placed
 
     def _states(self, file: h5py.File, name: str, steps: int, after: bool) -> NDArray[np.float32]:
-        kept = self.kept_steps(steps)
-        if not self.state:
-            return np.zeros((len(kept) + after, 0), np.float32)
-        parts = [self._numbers(file, name, f"obs/{key}", "state") for key in self.state]
-        if any(len(part) != steps for part in parts):
-            raise ValueError(f"{name} has {steps} actions, but states of another length")
-        found = np.concatenate(parts, axis=1)[kept]
-        if after:
-            last = [self._numbers(file, name, f"next_obs/{key}", "state")[-1:] for key in self.state]
-            found = np.concatenate([found, np.concatenate(last, axis=1)])
-        return found
+        columns = [np.zeros((-(-steps // self.settings.stride) + after, 0), np.float32)]
+        for key in self.state:
+            numbers = self._numbers(file, name, f"obs/{key}", "state")
+            if len(numbers) != steps:
+                raise ValueError(f"{name} has {steps} actions, but states of another length")
+            last = [self._numbers(file, name, f"next_obs/{key}", "state")[-1:]] if after else []
+            columns.append(np.concatenate([numbers[:: self.settings.stride], *last]))
+        return np.concatenate(columns, axis=1)
 
     def _solved(self, file: h5py.File, name: str, rewards: NDArray[np.float32]) -> NDArray[np.bool_]:
         if self.success:
@@ -250,12 +243,8 @@ class LiberoFile(RobomimicFile):
     )
 
     def __init__(self, path: Path, cameras: Sequence[str]) -> None:
-        settings = DataSetSettings(
-            cameras=tuple(LIBERO_CAMERAS[camera] for camera in cameras),
-            state=("ee_states", "gripper_states"),
-            reward=NONE,
-        )
-        super().__init__(path, settings)
+        keys = tuple(LIBERO_CAMERAS[camera] for camera in cameras)
+        super().__init__(path, DataSetSettings(cameras=keys, state=("ee_states", "gripper_states")))
         if (width := self.looks.action_dim) != len(DUMMY_ACTION):
             reason = f"its actions are {width} numbers wide, expected 7"
             raise ConfigError(self.REFUSAL.format(path=path, reason=reason))
@@ -276,13 +265,6 @@ class LiberoFile(RobomimicFile):
         stem = self.path.stem  # It has the simulator's wording where it is named as published.
         named = instruction(stem.removesuffix("_demo")) if stem.endswith("_demo") else ""
         self.instruction = named or "".join(told).strip(' ".').lower()
-
-    def assign(self, suite: str, first_seed: int) -> None:
-        """Take the suite's name and task number; seeds of the demonstrations count from `first_seed`."""
-        self.looks = replace(self.looks, simulator=suite)
-        self.first_seed = first_seed
-        if suite in LIBERO_NUMBERS:
-            self.task_id = LIBERO_NUMBERS[suite][SUITES[suite].index(self.instruction)]
 
     def _start(self, file: h5py.File, name: str) -> SimStart:
         return SimStart(
@@ -319,7 +301,9 @@ def open_libero(paths: Sequence[Path], simulator: str, cameras: Sequence[str]) -
     files = [LiberoFile(path, cameras) for path in paths]
     suite, seed = _suite_of(files, simulator), 0
     for file in files:
-        file.assign(suite, seed)
+        file.looks, file.first_seed = replace(file.looks, simulator=suite), seed
+        if suite in LIBERO_NUMBERS:
+            file.task_id = LIBERO_NUMBERS[suite][SUITES[suite].index(file.instruction)]
         seed += len(file.demos)
     return files
 
@@ -372,10 +356,6 @@ def _picture_size(obs: h5py.Group, key: str) -> tuple[int, int] | None:
     if found.shape[-1] == 3:
         return found.shape[1], found.shape[2]
     return (found.shape[2], found.shape[3]) if found.shape[1] == 3 else None
-
-
-def _channels_last(picture: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    return picture if picture.shape[-1] == 3 else picture.transpose(1, 2, 0)
 
 
 def _width(dataset: h5py.Dataset) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, ClassVar, Final, Literal
 
@@ -22,7 +22,6 @@ Examples = Annotated[
 ]
 LearningRate = Annotated[float, Within(0, 1, "a learning rate lies in 0..1.", "Use 1e-3.")]
 Count = Annotated[int, AtLeast(1, "it counts from 1.", "Leave it out for the default.", highest=1_000_000)]
-StartCount = Annotated[int, AtLeast(1, "episodes begin somewhere.", "Use 512.", highest=1_000_000)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +35,6 @@ class DataSetSettings(Bounded, section="dataset."):
     state: tuple[str, ...] = ()
     """Keys of the robot's state, joined in this order. None: observation.state (LeRobot); position, rotation
     and gripper of robot0 (robomimic), where they are there. 'none': no state."""
-    reward: str = ""
-    """Key of the rewards; empty: 'next.reward' (LeRobot), 'rewards' (robomimic). 'none': no rewards."""
     success: str = ""
     """Key that is above 0.5 where the task is solved; empty: 'next.success' (LeRobot), the attribute
     'success' of a demonstration or rewards of 0 and 1 (robomimic). 'none': nothing is solved."""
@@ -75,13 +72,20 @@ class DataSetSettings(Bounded, section="dataset."):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Computed(Bounded):
-    """Where a fit computes."""
+class Trained(Bounded):
+    """Where a fit computes, and how long."""
 
     device: str = "auto"
     """cpu, cuda, or auto."""
     seed: Annotated[int, AtLeast(0, "random streams are numbered from 0.", "Use 0.", highest=SEEDS)] = 0
     """Of the weights, of what is imagined, and of the order of examples."""
+    steps: Steps
+    """Optimizer steps."""
+    batch: Examples
+    """Examples per step: decisions of a policy, windows of a world, frames of a reward model, episodes of a
+    decoder."""
+    learning_rate: LearningRate = 1e-3
+    """Peak learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +99,12 @@ class FromData(Bounded):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refinable(Computed, FromData):
+class Refinable(Trained, FromData):
     """Settings of fits that can fine-tune large networks (`launch.fine_tune`)."""
 
     MODEL: ClassVar[str]
+    FRESH: ClassVar[tuple[str, ...]]
+    """Settings of fresh weights, which --refine excludes."""
 
     refine: str = ""
     """What to start from instead of fresh weights."""
@@ -122,25 +128,24 @@ class Refinable(Computed, FromData):
                 f"--{asked[0].replace('_', '-')} is about fine-tuning, but --refine names no {self.MODEL}. "
                 f"Give one, or leave it out: what is fitted from nothing is small."
             )
-
-    def asked_of_fine_tuning(self) -> list[str]:
-        """List the settings of fine-tuning that differ from their defaults."""
-        is_set = {
-            "lora.rank": self.lora.rank > 0,
-            "precision": self.precision != "fp32",
-            "micro_batch": self.micro_batch > 0,
-            "gradient_checkpointing": self.gradient_checkpointing,
-        }
-        return [name for name, value in is_set.items() if value]
-
-    def refuse_with_refine(self, **defaults: str) -> None:
-        """Refuse settings of fresh weights together with --refine."""
-        for name, default in defaults.items():
-            if self.refine and (value := getattr(self, name)) != default:
+        defaults = {field.name: field.default for field in fields(self)}
+        for name in self.FRESH:
+            if self.refine and (value := getattr(self, name)) != defaults[name]:
                 raise ConfigError(
                     f"--{name.replace('_', '-')} {value} is about fresh weights, but with --refine "
                     f"{self.refine} that is decided already. Leave one of them out."
                 )
+
+    def asked_of_fine_tuning(self) -> list[str]:
+        """List the settings of fine-tuning that differ from their defaults."""
+        is_set = {
+            "policy_settings": getattr(self, "policy_settings", ()),
+            "lora.rank": self.lora.rank,
+            "precision": self.precision != "fp32",
+            "micro_batch": self.micro_batch,
+            "gradient_checkpointing": self.gradient_checkpointing,
+        }
+        return [name for name, value in is_set.items() if value]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +153,7 @@ class FitPolicy(Refinable):
     """Behaviour cloning of an OpenVLA-OFT policy, at the recordings' picture size."""
 
     MODEL: ClassVar[str] = "policy"
+    FRESH: ClassVar = ("size",)
 
     out: Path
     """Folder for the policy."""
@@ -166,20 +172,7 @@ class FitPolicy(Refinable):
     world: str = ""
     """World folder whose autoencoder redraws half of the frames: the policy will see imagined ones."""
     steps: Steps = 10_000
-    """Optimizer steps."""
     batch: Examples = 256
-    """Examples per step."""
-    learning_rate: LearningRate = 1e-3
-    """Peak learning rate."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.refuse_with_refine(size="tiny")
-
-    def asked_of_fine_tuning(self) -> list[str]:
-        """List the settings of fine-tuning that differ from their defaults."""
-        own = ["policy_settings"] if self.policy_settings else []
-        return own + super().asked_of_fine_tuning()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +180,7 @@ class FitWorld(Refinable):
     """A world model at the recordings' picture size: its autoencoder, then the network that draws latents."""
 
     MODEL: ClassVar[str] = "world"
+    FRESH: ClassVar = ("kind", "size", "vae_size", "camera", "autoencoder")
 
     out: Path
     """Folder for the world model."""
@@ -208,9 +202,6 @@ class FitWorld(Refinable):
     steps: Steps = 30_000
     """Optimizer steps of the network that draws latents."""
     batch: Examples = 512
-    """Windows per step."""
-    learning_rate: LearningRate = 1e-3
-    """Peak learning rate of the network that draws latents."""
     context_sigma: Annotated[float, Within(0, 1000, "it is a width.", "Use 0.1.")] = CONTEXT_SIGMA
     """Noise on the memory latent while training, against drift. Of wan only: others have a published one."""
     camera: str = ""
@@ -222,7 +213,6 @@ class FitWorld(Refinable):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.refuse_with_refine(kind="wan", size="tiny", vae_size="tiny", camera="", autoencoder="")
         if self.lora.targets != "all":
             raise ConfigError(
                 f"--lora.targets is {self.lora.targets}, but a world has no language model: its adapters go "
@@ -231,7 +221,7 @@ class FitWorld(Refinable):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitReward(Computed, FromData):
+class FitReward(Trained, FromData):
     """The task-conditioned ResNet that judges whether a frame shows success."""
 
     world: Path
@@ -239,13 +229,9 @@ class FitReward(Computed, FromData):
     size: Size = "tiny"
     """tiny: 0.4 million parameters. small: 0.7 million."""
     steps: Steps = 6_000
-    """Optimizer steps."""
     batch: Annotated[
         int, AtLeast(4, "a step has frames of both kinds.", "Leave it out.", highest=_MOST_EXAMPLES)
     ] = 256
-    """Frames per step."""
-    learning_rate: LearningRate = 1e-3
-    """Peak learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +240,7 @@ class FitKeyframes(FromData):
 
     out: Path
     """HDF5 file to write."""
-    count: StartCount = 512
+    count: Count = 512
     """Key frames to keep, as many of each task as there are."""
 
 
@@ -270,7 +256,7 @@ class FitStarts(FromData):
     """File with the instructions of --pictures: .txt or .csv; see docs/fitting.md."""
     out: Path
     """HDF5 file to write."""
-    count: StartCount = 512
+    count: Count = 512
     """Start states to keep."""
 
     def __post_init__(self) -> None:
@@ -286,7 +272,7 @@ class FitStarts(FromData):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitDecoder(Computed):
+class FitDecoder(Trained):
     """A tiny decoder, distilled from the world's own on episodes it imagines; on a GPU in bfloat16."""
 
     world: str = "tabletop"
@@ -306,11 +292,8 @@ class FitDecoder(Computed):
     imagine_batch: Examples = 32
     """Episodes imagined side by side."""
     steps: Steps = 3_000
-    """Optimizer steps."""
     batch: Examples = 4
-    """Episodes per step."""
     learning_rate: LearningRate = 3e-3
-    """Peak learning rate."""
     temperature: Annotated[float, Within(0, 1000, "it must lie in 0..1000.", "Use 1.0.")] = 1.0
     """Sampling temperature of the policy, as in training."""
     threshold: Annotated[float, Within(0, 1, "it is a probability.", "Use 0.7.")] = 0.7

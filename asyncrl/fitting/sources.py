@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from tqdm import tqdm
 
 from asyncrl.errors import AssetError, ConfigError
+from asyncrl.fitting import recordings
 from asyncrl.fitting.data_sets import AS_STORED, DataSet
 from asyncrl.fitting.lerobot import LeRobotFolder, is_lerobot
-from asyncrl.fitting.recordings import (
-    RATE,
-    FrameFile,
-    RecordingFile,
-    Recordings,
-    episodes_per_part,
-    is_recording,
-    read_part,
-    recording_files,
-    write_part,
-)
+from asyncrl.fitting.recordings import RATE, FrameFile, RecordingFile, Recordings
 from asyncrl.fitting.robomimic import RobomimicFile, is_robomimic
 from asyncrl.fitting.settings import DataSetSettings
-from asyncrl.records import POSE_DIM
-from asyncrl.simulators.rollout import SimulatedEpisode
 
 _log = logging.getLogger(__name__)
 
@@ -44,8 +32,8 @@ def open_data_sets(path: Path, settings: DataSetSettings = AS_STORED) -> list[Da
 
 
 def _open_sources(path: Path, settings: DataSetSettings) -> Sequence[RecordingFile | DataSet]:
-    if path.is_file() and is_recording(path):
-        return [read_part(path)]
+    if path.is_file() and recordings.is_recording(path):
+        return [recordings.read_part(path)]
     if not path.is_dir() or not any(path.glob("part-*.h5")):
         if found := open_data_sets(path, settings):
             return found
@@ -54,7 +42,7 @@ def _open_sources(path: Path, settings: DataSetSettings) -> Sequence[RecordingFi
                 f"{path} is neither a recording (HDF5 with the attribute format), nor robomimic's HDF5 "
                 "(data/demo_0). Give one, a folder with part-*.h5, or a LeRobot v3 folder (meta/info.json)."
             )
-    return [read_part(file) for file in recording_files(path)]
+    return [recordings.read_part(file) for file in recordings.recording_files(path)]
 
 
 def check_alike(sources: Sequence[RecordingFile | DataSet]) -> None:
@@ -90,6 +78,9 @@ def load_recordings(paths: Iterable[Path], settings: DataSetSettings = AS_STORED
     bar = tqdm(sources, desc="unpack", unit="file", delay=2, leave=False)
     parts = [source.read(frames, int(start)) for source, start in zip(bar, starts, strict=False)]
     ends = [part.offsets[1:] + start for part, start in zip(parts, starts, strict=False)]
+    without = [source.path for source, part in zip(sources, parts, strict=True) if not len(part.poses)]
+    if without and len(without) < len(parts):
+        _log.warning("Poses are not read: %s has none, unlike other files that were given.", without[0])
     return Recordings(
         frames=frames,
         actions=np.concatenate([part.actions for part in parts]),
@@ -99,18 +90,8 @@ def load_recordings(paths: Iterable[Path], settings: DataSetSettings = AS_STORED
         seeds=np.concatenate([part.seeds for part in parts]),
         task_ids=np.concatenate([part.task_ids for part in parts]),
         simulator=looks.simulator,
-        poses=_joined_poses(parts),
+        poses=np.concatenate([part.poses[: 0 if without else None] for part in parts]),
     )
-
-
-def _joined_poses(parts: Sequence[RecordingFile]) -> NDArray[np.float32]:
-    # If one file has none, all are read as without: most models need none.
-    without = [part.path for part in parts if len(part.poses) < part.frames]
-    if without:
-        if len(without) < len(parts):
-            _log.warning("Poses are not read: %s has none, unlike other files that were given.", without[0])
-        return np.zeros((0, POSE_DIM), np.float32)
-    return np.concatenate([part.poses for part in parts])
 
 
 def import_data_sets(data_sets: Sequence[DataSet], folder: Path) -> int:
@@ -124,19 +105,14 @@ def import_data_sets(data_sets: Sequence[DataSet], folder: Path) -> int:
             if looks.rate:
                 about[RATE] = looks.rate
             bar = tqdm(data_set.episodes(), desc=f"import {data_set.path.name}", unit="episode", delay=2)
-            for part in _in_parts(iter(bar)):
-                written += write_part(
-                    folder / f"part-{parts:05d}.h5", part, looks.simulator, looks.cameras, about
-                )
+            stream = iter(bar)
+            for first in stream:
+                count = recordings.episodes_per_part(first.frames.nbytes + first.more_frames.nbytes)
+                part, file = chain([first], islice(stream, count - 1)), folder / f"part-{parts:05d}.h5"
+                written += recordings.write_part(file, part, looks.simulator, looks.cameras, about)
                 parts += 1
     except BaseException:
         for part in folder.glob("part-*.h5"):  # The folder was new: half of an import is none.
             part.unlink()
         raise
     return written
-
-
-def _in_parts(stream: Iterator[SimulatedEpisode]) -> Iterator[Iterator[SimulatedEpisode]]:
-    for first in stream:
-        count = episodes_per_part(first.frames.nbytes + first.more_frames.nbytes)
-        yield chain([first], islice(stream, count - 1))

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,7 +96,7 @@ def _state_at(recordings: Recordings, episode: int, step: int, name: str) -> Sta
 
 
 def _balanced(found: Mapping[str, Sequence[T]], count: int) -> list[T]:
-    """Take the same number of every task; the others make up for tasks that have fewer."""
+    # The same number of every task; the others make up for tasks that have fewer.
     shares, left = dict.fromkeys(found, 0), count
     while left and (open_tasks := [task for task in found if shares[task] < len(found[task])]):
         for task in open_tasks[:left]:
@@ -120,7 +120,7 @@ def picture_starts(
         raise ConfigError(
             f"--pictures {pictures} is no folder with pictures ({', '.join(SUFFIXES)}). Check the path."
         )
-    pairs = list(_pairs(instructions, files))
+    pairs = _pairs(instructions, files)
     if not pairs:
         raise ConfigError(f"--instructions {instructions} has no instruction. Write one per line.")
     if len(set(pairs)) < len(pairs):
@@ -164,40 +164,30 @@ def _placed(file: Path, settings: DataSetSettings) -> NDArray[np.uint8]:
     return frame
 
 
-def _pairs(path: Path, files: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
-    named: dict[str, list[str]] = {}
+def _pairs(path: Path, files: Mapping[str, Path]) -> list[tuple[str, str]]:
     try:
         text = read_bytes(path).decode("utf-8-sig")
         if path.suffix.lower() == ".csv":
-            for row in _rows(text):
-                named.setdefault(str(row["picture"]), []).append(_instruction(str(row["instruction"] or "")))
+            reader = csv.DictReader(io.StringIO(text), strict=True)
+            if not {"picture", "instruction"} <= set(reader.fieldnames or ()):
+                raise ValueError("its first line is not picture,instruction")
+            pairs = [(str(row["picture"]), plain_task(str(row["instruction"] or ""))) for row in reader]
         else:
-            lines = [_instruction(line) for line in text.splitlines() if line.strip()]
-            named = dict.fromkeys(files, lines)
+            lines = [plain_task(line) for line in text.splitlines() if line.strip()]
+            pairs = [(name, task) for name in files for task in lines]
+        if not all(task for _, task in pairs):
+            raise ValueError("an instruction is empty")
     except (OSError, ValueError, csv.Error) as error:
         raise ConfigError(
             f"--instructions {path} cannot be read ({first_line(error)}). Write one instruction per line "
             "(.txt), or the columns picture and instruction (.csv)."
         ) from error
-    if missing := sorted(set(named) - set(files)):
+    if missing := sorted({name for name, _ in pairs} - set(files)):
         raise ConfigError(
             f"--instructions {path} names {missing[0]}, which is not in the folder of --pictures. Correct "
             "the name, or add the picture."
         )
-    yield from ((name, task) for name in sorted(named) for task in named[name])
-
-
-def _rows(text: str) -> Iterator[dict[str, Any]]:
-    reader = csv.DictReader(io.StringIO(text), strict=True)
-    if not {"picture", "instruction"} <= set(reader.fieldnames or ()):
-        raise ValueError("its first line is not picture,instruction")
-    yield from reader
-
-
-def _instruction(text: str) -> str:
-    if not (task := plain_task(text)):
-        raise ValueError("an instruction is empty")
-    return task
+    return sorted(pairs, key=lambda pair: pair[0])
 
 
 def write_trajectories(
@@ -220,9 +210,8 @@ def write_trajectories(
     for episode in tqdm(range(len(recordings)), desc="export", unit="episode", mininterval=2.0):
         span = recordings.span(episode)
         _write(folder / f"traj{episode:05d}.npy", recordings, episode, [0])
-        if not with_keyframes:
-            continue
-        for step in keyframes(recordings.actions[span], recordings.success[span]):
+        steps_of = keyframes(recordings.actions[span], recordings.success[span])
+        for step in steps_of if with_keyframes else ():
             steps = [0, *range(step - CONTEXT + 1, step + 1)]
             name = f"traj{episode:05d}_step{step:04d}{KEYFRAME_MARK}.npy"
             _write(folder / name, recordings, episode, steps)
@@ -231,7 +220,7 @@ def write_trajectories(
 
 
 def _write(path: Path, recordings: Recordings, episode: int, steps: list[int]) -> None:
-    """Write a dict per frame; its action produced the frame, and its pose is that of the very frame."""
+    # A dict per frame; its action produced the frame, and its pose is that of the very frame.
     frames = np.empty(len(steps), object)
     for place, row in enumerate((recordings.offsets[episode] + np.array(steps)).tolist()):
         frames[place] = {

@@ -164,16 +164,6 @@ def stream_of(frames: Tensor) -> Tensor:
     return torch.cat([frames[:1].expand(5, -1, -1, -1), frames[1:]])
 
 
-def latents_of_frames(frames: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Count the latents of episodes of so many frames: the anchor, the first memory, one per 4 frames begun.
-
-    Example:
-        >>> latents_of_frames(np.array([1, 9, 10, 17])).tolist()
-        [2, 4, 5, 6]
-    """
-    return 2 + -(-(frames - 1) // 4)
-
-
 @torch.no_grad()
 def encode_recordings(
     vae: WanVae, recordings: Recordings, *, kept: torch.device | None = None, ranks: FitRanks = ONE_RANK
@@ -184,7 +174,8 @@ def encode_recordings(
         kept: Device of the latents; None: the VAE's. With several ranks the CPU.
     """
     device = next(vae.parameters()).device
-    lengths = latents_of_frames(np.diff(recordings.offsets))
+    # The anchor, the first memory, and one latent per 4 frames begun.
+    lengths = 2 + -(-(np.diff(recordings.offsets) - 1) // 4)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     _, height, width, _ = recordings.frames.shape
     shape = (int(offsets[-1]), vae.size.z_dim, height // SPATIAL, width // SPATIAL)
@@ -241,9 +232,6 @@ class Windows:
     latents: Tensor  # [N, z, h, w] float32 of all episodes.
     rows: Tensor  # [W, 4] int64: the latents of each window.
     actions: Tensor  # [W, 13, A] float32, scaled where `windows` was given a scale.
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def take(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """Return latents ``[B, z, 4, h, w]`` and actions ``[B, 13, A]`` of windows ``[B]`` int64."""
@@ -351,7 +339,7 @@ def window_losses(
     def loss_at(count: int) -> Tensor:
         part = count % schedule.parts
         if part == 0:
-            chosen = torch.randint(len(windows), (schedule.batch,), generator=generator)
+            chosen = torch.randint(len(windows.rows), (schedule.batch,), generator=generator)
             noise = WindowNoise.drawn(schedule.batch, windows.latents.shape[1:], generator)
             own[:] = map(schedule.own, (chosen, *noise))
         chosen, *drawn = (schedule.part(tensor, part) for tensor in own)

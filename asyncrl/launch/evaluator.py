@@ -44,7 +44,7 @@ from asyncrl.observability import process_status, waits
 from asyncrl.observability.logger import SHEET, VIDEOS, picture_name
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy
-from asyncrl.simulators.build import SimulatorSource
+from asyncrl.simulators.interface import SimulatorSource
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import Play, SimulatedEpisode, evaluation_plays, rollout
 from asyncrl.storage import run_owner

@@ -23,8 +23,7 @@ from asyncrl.launch.named_models import sampling_of
 from asyncrl.policies.interface import Policy
 from asyncrl.records import StartState
 from asyncrl.replay.interface import ENDLESS, EpisodeFormat, SimulatorFormat
-from asyncrl.simulators.build import SimulatorSource
-from asyncrl.simulators.interface import SimStart, SimulatorSpec, random_start, stored_start
+from asyncrl.simulators.interface import SimStart, SimulatorSource, SimulatorSpec, random_start, stored_start
 from asyncrl.storage.assets import SIMULATOR_ALIASES, simulator_named
 
 if TYPE_CHECKING:

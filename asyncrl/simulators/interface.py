@@ -1,7 +1,7 @@
-"""The interface of every simulator: places in which episodes with true physics are played.
+"""The interface of every simulator, and how one is built by its name on the command line.
 
-Each *place* has an episode of its own. Nothing resets by itself, and everything about an episode follows from
-its `SimStart` and the actions.
+A simulator has places in which episodes with true physics are played, each place one of its own. Nothing
+resets by itself, and everything about an episode follows from its `SimStart` and the actions.
 
 Letters: n places addressed, K cameras, H W picture size in pixels (equal), Q numbers of state, A numbers per
 action.
@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl import registry
 from asyncrl.config.bounds import AtLeast, Bounded
 from asyncrl.errors import ConfigError
 
@@ -147,7 +148,7 @@ class Simulator(Protocol):
         ...
 
     def reset(self, places: Sequence[int], starts: Sequence[SimStart]) -> Seen:
-        """Begin one episode in each of n different places, by starts that it has (`check_start`)."""
+        """Begin one episode in each of n different places, by starts of its spec."""
         ...
 
     def step(self, places: Sequence[int], actions: NDArray[np.float32], *, draw: bool) -> Stepped:
@@ -184,8 +185,6 @@ class Demonstrator(Bounded, section="expert."):
     """Constant error of where the object is set down, in metres (x, y)."""
     place_spread: Annotated[float, AtLeast(0, "it is a deviation.", "Use 0.")] = 0.0
     """Standard deviation of a further error of the same in metres, drawn per episode."""
-    extra_decisions: Annotated[int, AtLeast(0, "it counts decisions.", "Use 1.", highest=10_000)] = 1
-    """Decisions recorded after the task is solved."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -249,23 +248,6 @@ def random_start(spec: SimulatorSpec, seed: int) -> SimStart:
     )
 
 
-def check_start(spec: SimulatorSpec, start: SimStart) -> None:
-    """Raise `ConfigError` for a start that a simulator does not have."""
-    tasks, problem = spec.tasks, ""
-    if start.seed < 0:
-        problem = f"has the seed {start.seed}, but seeds begin at 0"
-    elif not spec.trials:
-        problem = f"is a stored one, but the starts of {spec.name} are seeds" if start.trial >= 0 else ""
-    elif not 0 <= start.task_id < len(tasks):
-        problem = f"is of task {start.task_id}, but {spec.name} has tasks 0 to {len(tasks) - 1}"
-    elif start.task not in ("", own := tasks[start.task_id]):
-        problem = f"has the task {start.task!r}, but that of {spec.name} is {own!r}: another simulator's"
-    elif start.trial >= spec.trials:
-        problem = f"is trial {start.trial}, but {spec.name} has trials 0 to {spec.trials - 1} (-1: random)"
-    if problem:
-        raise ConfigError(f"Start {start.name} {problem}.")
-
-
 def check_settings(settings: object) -> None:
     """Refuse --simulator-settings of another type than the fields of their dataclass; numbers count."""
     for name, kind in typing.get_type_hints(type(settings)).items():
@@ -298,3 +280,69 @@ def plain_task(task: str) -> str:
         'fold the towel'
     """
     return " ".join(task.lower().split()).rstrip(" .")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatorSource:
+    """Name and settings of a simulator; plain values, which worker processes receive."""
+
+    name: str
+    """Short name, or 'package.module:Class' (or function) of the user."""
+    settings: tuple[str, ...] = ()  # Keywords, as 'key=value' texts.
+    places: int = 1
+    image_size: int = 0  # Side of the pictures in pixels; 0: the simulator's own.
+    horizon: int = 0  # Steps until an episode is truncated; 0: the simulator's own.
+
+    def with_(self, **changes: Any) -> SimulatorSource:
+        """Return a copy with some fields changed."""
+        return replace(self, **changes)
+
+    def build(self) -> Simulator:
+        """Build the simulator."""
+        built = self._call(registry.resolve("simulator", self.name))
+        needs = ("spec", "reset", "step", "look", "close")
+        if not (lacking := [name for name in needs if not hasattr(built, name)]):
+            return built
+        # Without an import: the maker of a vector environment has imported gymnasium.
+        kinds = [f"{kind.__module__}.{kind.__name__}" for kind in type(built).__mro__]
+        if any(name.startswith("gymnasium.vector.") and name.endswith(".VectorEnv") for name in kinds):
+            from asyncrl.simulators.vector_env import VectorEnvSimulator
+
+            return VectorEnvSimulator(built)
+        raise ConfigError(
+            f"--simulator {self.name} made a {type(built).__name__}, which is no simulator (it lacks "
+            f"{', '.join(lacking)}) and no gymnasium.vector.VectorEnv. See docs/extending.md."
+        )
+
+    def spec(self) -> SimulatorSpec:
+        """Return the spec, without building a scene if the class has `describe`. Raises as `build`."""
+        kind = registry.resolve("simulator", self.name)
+        if hasattr(kind, "describe"):
+            return self._call(kind.describe)
+        simulator = self.with_(places=min(self.places, 2)).build()  # Whether they step together, two show.
+        try:
+            return replace(simulator.spec, places=self.places)
+        finally:
+            simulator.close()
+
+    def usual_places(self) -> int:
+        """Return the default number of places of one object: that of its class, else 16."""
+        kind = registry.resolve("simulator", self.name)
+        return min(getattr(kind, "usual_places", 16), getattr(kind, "most_places", 16))
+
+    def may_have_expert(self) -> bool:
+        """True if the class has an `expert`, or if only a worker can tell: a function makes the simulator."""
+        kind = registry.resolve("simulator", self.name)
+        return not isinstance(kind, type) or hasattr(kind, "expert")
+
+    def _call(self, function: Any) -> Any:
+        keywords = registry.keywords("--simulator-settings", self.settings)
+        if self.horizon:
+            keywords["horizon"] = self.horizon
+        try:
+            return function(places=self.places, image_size=self.image_size, **keywords)
+        except TypeError as error:
+            raise ConfigError(
+                f"--simulator {self.name} cannot be built: {error}. It is called with places, image_size, "
+                "horizon where --horizon is set, and the keywords of --simulator-settings."
+            ) from error

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import AssetError, AsyncRLError, ConfigError, RunError
 from asyncrl.observability import waits
-from asyncrl.simulators.build import SimulatorSource
-from asyncrl.simulators.interface import Demonstrator, SimStart, Simulator, SimulatorSpec
+from asyncrl.simulators.interface import Demonstrator, SimStart, Simulator, SimulatorSource, SimulatorSpec
 from asyncrl.simulators.pool_worker import Frames, Message, Worker, pack, plain_tuples, unpack, worker_main
 
 _log = logging.getLogger(__name__)
@@ -164,25 +163,20 @@ class SimulatorPool:
         timeout: Seconds a worker may take for one answer.
 
     Raises:
-        ConfigError: A number is out of range, or the simulator is unknown or cannot be built.
+        ConfigError: The simulator is unknown or cannot be built.
         AssetError: No OpenGL library.
         RunError: The first worker died or did not start in time.
     """
 
     def __init__(self, source: SimulatorSource, workers: int, *, timeout: float = 120.0) -> None:
-        if workers < 0 or source.places < 1:
-            raise ConfigError(
-                f"A pool of {workers} workers with {source.places} places each cannot work. Use 0 workers "
-                "(this process) or more, and at least 1 place."
-            )
         self._source, self._timeout = source, timeout
         self._asked: set[int] = set()  # Slots with a pending request.
         self._starts: dict[int, SimStart] = {}  # Slot -> start of its newest episode.
         self._lost = 0
         self._members: list[_InProcess | _WorkerProcess] = []
         try:
-            if workers == 0:
-                self._members = [_InProcess(source.build())]
+            if not workers:
+                self._members.append(_InProcess(source.build()))
             for number in range(workers):
                 self._members.append(_WorkerProcess(source, number))
             self.spec: SimulatorSpec = self._first_spec()
@@ -194,8 +188,7 @@ class SimulatorPool:
 
     def reset(self, slot: int, start: SimStart, expert: Demonstrator | None = None) -> None:
         """Ask for an episode; the answer comes with `ready`."""
-        demonstrator = None if expert is None else asdict(expert)
-        self._ask(slot, do="reset", start=asdict(start), expert=demonstrator)
+        self._ask(slot, do="reset", start=asdict(start), expert=expert and asdict(expert))
         self._starts[slot] = start
 
     def step(
@@ -211,12 +204,12 @@ class SimulatorPool:
         Args:
             actions: ``[S, A]`` float32, finite; or the number of steps that the expert chooses.
         """
-        by_expert = isinstance(actions, int)
-        steps = actions if by_expert else len(actions)
-        if not by_expert:
+        if isinstance(actions, int):
+            request: dict[str, Any] = {"steps": actions, "actions": None}
+        else:
+            request = {"steps": len(actions), "actions": actions}
             _check(actions, self.spec.action_dim, self._starts[slot])
-        chosen = None if by_expert else actions
-        self._ask(slot, do="step", steps=steps, actions=chosen, frames=frames, past_success=past_success)
+        self._ask(slot, do="step", frames=frames, past_success=past_success, **request)
 
     def leave(self, slot: int) -> None:
         """Abandon the episode of a slot: lockstep no longer waits for it."""

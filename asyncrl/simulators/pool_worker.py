@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.observability.signals import die_with_parent
-from asyncrl.simulators.build import SimulatorSource
-from asyncrl.simulators.interface import Demonstrator, HasExpert, Seen, SimStart, Simulator, check_start
+from asyncrl.simulators.interface import Demonstrator, HasExpert, Seen, SimStart, Simulator, SimulatorSource
 
 Frames = Literal["none", "last", "all"]  # Pictures wanted of a request.
 Message = dict[str, Any]
@@ -105,7 +104,6 @@ class Worker:
 
     def _reset(self, place: int, start: dict[str, Any], expert: dict[str, Any] | None) -> Message:
         begun = SimStart(**start)
-        check_start(self._simulator.spec, begun)
         seen = self._simulator.reset([place], [begun])
         self._playing.add(place)
         self._experts.pop(place, None)
@@ -169,7 +167,6 @@ _DONE = {"actions": np.float32, "rewards": np.float32, "success": np.bool_}
 
 
 def _stacked(kinds: Mapping[str, Any], rows: Sequence[tuple[Any, ...]]) -> dict[str, NDArray[Any]]:
-    """Turn rows of values into arrays by name; none if there are no rows."""
     columns = zip(kinds.items(), zip(*rows, strict=True), strict=True) if rows else ()
     return {name: np.array(column, kind) for (name, kind), column in columns}
 
@@ -180,7 +177,7 @@ def plain_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _receive(pipe: Connection, inbox: SimpleQueue[list[Any]]) -> None:
-    """Pass requests on until the pipe closes, then None: the parent must never wait for a busy worker."""
+    # Until the pipe closes, then None: the parent must never wait for a busy worker.
     try:
         while True:
             inbox.put(unpack(pipe.recv_bytes()))

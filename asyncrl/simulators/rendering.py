@@ -23,7 +23,6 @@ LIBRARIES: Final[dict[str, tuple[str, ...]]] = {
     "osmesa": ("libOSMesa.so.8", "libOSMesa.so.6", "libOSMesa.so"),
 }  # By backend, in the order in which backends are tried.
 
-_OFF = ("disable", "disabled", "off", "false", "0")
 _REMEDY = (
     "Install one (Debian, Ubuntu: `apt-get install libegl1 libgl1-mesa-dri` or `libosmesa6`; conda: "
     "`conda install -c conda-forge mesalib`), or set MUJOCO_GL to egl, osmesa or glfw."
@@ -33,7 +32,7 @@ _REMEDY = (
 def find_backend() -> str | None:
     """Return the name of the OpenGL backend, or None without one. Imports no mujoco."""
     wanted = os.environ.get("MUJOCO_GL", "").lower().strip()
-    if wanted in _OFF:
+    if wanted in ("disable", "disabled", "off", "false", "0"):
         return None
     if wanted in LIBRARIES:
         return wanted if _usable(wanted) else None
@@ -46,16 +45,11 @@ def find_backend() -> str | None:
 
 def require_backend() -> str:
     """Return the name of the OpenGL backend; an AssetError if there is none."""
-    backend = find_backend()
-    if backend is not None:
+    if backend := find_backend():
         return backend
     wanted = os.environ.get("MUJOCO_GL", "")
-    if wanted.lower().strip() in _OFF:
-        raise AssetError(
-            f"MUJOCO_GL is {wanted!r}, which turns rendering off, but pictures are needed. Unset it."
-        )
-    seen = f"MUJOCO_GL is {wanted!r}, but no such library works" if wanted else "Neither EGL nor OSMesa works"
-    raise AssetError(f"{seen} here, and the simulator needs OpenGL to draw. {_REMEDY}")
+    seen = f"MUJOCO_GL is {wanted!r}, with which nothing is drawn" if wanted else "No EGL or OSMesa works"
+    raise AssetError(f"{seen} here, and the simulator needs OpenGL. {_REMEDY}")
 
 
 def load_mujoco() -> Any:
@@ -69,20 +63,14 @@ def load_mujoco() -> Any:
 @contextlib.contextmanager
 def environment(**values: str | None) -> Iterator[None]:
     """Set environment variables within the context; None unsets one."""
-    before = {name: os.environ.get(name) for name in values}
+    before = {name: os.environ.pop(name, None) for name in values}
+    os.environ.update({name: value for name, value in values.items() if value is not None})
     try:
-        _set_variables(values)
         yield
     finally:
-        _set_variables(before)
-
-
-def _set_variables(values: dict[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
+        for name, value in before.items():
             os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+            os.environ.update({name: value} if value is not None else {})
 
 
 def _usable(backend: str) -> bool:

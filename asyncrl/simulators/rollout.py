@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Final
 
 import numpy as np
@@ -249,27 +250,20 @@ def evaluation_plays(
     spec: SimulatorSpec, *, episodes: int = 0, seed: int = 0, tasks: Sequence[str], trials: int, repeats: int
 ) -> list[Play]:
     """List every episode of an evaluation once: of stored starts trial by trial, else by seed."""
-    if not spec.trials:
-        if tasks or trials:
-            raise ConfigError(
-                f"--tasks and --trials choose stored starts, but in {spec.name} every seed is a start. Leave "
-                "them out; --episodes and --seed say which starts are played."
-            )
-        starts = [random_start(spec, one) for one in evaluation_seeds(seed, episodes or EPISODES)]
+    of_seeds, of_stored = "--episodes and --seed", "--tasks and --trials"
+    if (episodes or seed) if spec.trials else (tasks or trials):
+        wrong, right = (of_seeds, of_stored) if spec.trials else (of_stored, of_seeds)
+        kind = "stored ones" if spec.trials else "seeds"
+        raise ConfigError(f"{wrong} do not choose starts of {spec.name}, which are {kind}: use {right}.")
+    if trials > spec.trials:
+        raise ConfigError(
+            f"--trials {trials}: {spec.name} has {spec.trials} stored starts per task. Use that or less."
+        )
+    if spec.trials:
+        places = product(range(trials or spec.trials), chosen_tasks(spec, tasks))
+        starts = [stored_start(spec, task, trial) for trial, task in places]
     else:
-        if episodes or seed:
-            raise ConfigError(
-                f"--episodes and --seed choose among seeds, but the starts of {spec.name} are stored. Leave "
-                "them out; --tasks and --trials say which starts are played."
-            )
-        if trials > spec.trials:
-            raise ConfigError(
-                f"--trials {trials}: {spec.name} has {spec.trials} stored starts per task. Use that or less."
-            )
-        chosen = chosen_tasks(spec, tasks)
-        starts = [
-            stored_start(spec, task, trial) for trial in range(trials or spec.trials) for task in chosen
-        ]
+        starts = [random_start(spec, one) for one in evaluation_seeds(seed, episodes or EPISODES)]
     return [Play(start=start, repeat=repeat) for repeat in range(repeats) for start in starts]
 
 

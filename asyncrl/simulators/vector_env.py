@@ -13,7 +13,7 @@ Letters: n places addressed, P in all, H W picture size in pixels (equal), Q num
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,11 +39,16 @@ def _value_at(observation: Any, path: str) -> NDArray[Any]:
 
 
 def _find_picture(space: Any, image_key: str) -> tuple[str, int]:
-    """Return the path of the only picture, or of the one that `image_key` names, and its side in pixels."""
     leaves = _leaves_of(space)
-    pictures = [path for path, leaf in leaves.items() if _is_picture(leaf)]
-    if image_key:
-        pictures = [path for path in pictures if path == image_key]
+    shapes: dict[str, tuple[int, ...]] = {
+        path: getattr(leaf, "shape", None) or () for path, leaf in leaves.items()
+    }
+    pictures = [
+        path
+        for path, shape in shapes.items()
+        if len(shape) == 3 and shape[0] == shape[1] and shape[2] == 3 and leaves[path].dtype == np.uint8
+        if image_key in ("", path)
+    ]
     if len(pictures) != 1:
         seen = f"{len(pictures) or 'no'} square picture{'s' * (len(pictures) > 1)}"
         seen += f" called {image_key}" if image_key else ""
@@ -53,7 +58,7 @@ def _find_picture(space: Any, image_key: str) -> tuple[str, int]:
             "gymnasium.wrappers.TransformObservation and ResizeObservation turn one, "
             "AddRenderObservation adds one."
         )
-    return pictures[0], leaves[pictures[0]].shape[0]
+    return pictures[0], shapes[pictures[0]][0]
 
 
 def _state_width(space: Any, state_key: str) -> int:
@@ -84,19 +89,11 @@ def _action_bounds(space: Any) -> tuple[NDArray[np.float64], NDArray[np.float64]
     return np.asarray(low, np.float64), np.asarray(high, np.float64)
 
 
-def _is_picture(space: Any) -> bool:
-    shape = getattr(space, "shape", None) or ()
-    return len(shape) == 3 and shape[0] == shape[1] and shape[2] == 3 and space.dtype == np.uint8
-
-
 def _describe(leaves: Mapping[str, Any]) -> str:
     return ", ".join(
         f"{path or 'one array'} ({getattr(leaf, 'dtype', None)}{list(getattr(leaf, 'shape', None) or ())})"
         for path, leaf in leaves.items()
     )
-
-
-_MODES: Final = ("DISABLED", "NEXT_STEP", "SAME_STEP")
 
 
 class VectorEnvSimulator:
@@ -192,7 +189,7 @@ class VectorEnvSimulator:
         batch[rows] = np.clip(actions, self._low, self._high)
         observation, *numbers, infos = self._env.step(batch.astype(self._env.single_action_space.dtype))
         all_rewards, all_terminated, all_truncated = map(_array, numbers)
-        self._shown = self._pictures(observation)
+        self._shown = np.array(_value_at(observation, self._image_key), np.uint8)
         if self._mode == "DISABLED":
             self._must_reset = (all_terminated | all_truncated).astype(np.bool_)
         rewards = all_rewards[rows].astype(np.float32)
@@ -201,10 +198,9 @@ class VectorEnvSimulator:
         terminated, truncated = all_terminated[rows].astype(bool), all_truncated[rows].astype(bool)
         ended = [row for row, over in zip(rows, terminated | truncated, strict=True) if over]
         self._keep_seen(observation, rows)
-        last_infos = infos
+        last_infos = infos.get("final_info", {}) if self._mode == "SAME_STEP" else infos
         if self._mode == "SAME_STEP":
             self._keep_last(infos, ended)
-            last_infos = infos.get("final_info", {})
         self._steps[rows] += 1
         truncated = (truncated | (self._steps[rows] >= self.spec.max_steps)) & ~terminated
         self._playing[:] = False
@@ -228,7 +224,7 @@ class VectorEnvSimulator:
     def _reset_env(self, mask: NDArray[np.bool_]) -> tuple[Any, Mapping[str, Any]]:
         seeds = [int(seed) if masked else None for seed, masked in zip(self._seeds, mask, strict=True)]
         observation, infos = self._env.reset(seed=seeds, options={"reset_mask": mask.copy()})
-        shown = self._pictures(observation)
+        shown = np.array(_value_at(observation, self._image_key), np.uint8)
         if self._shown is not None:
             kept = [int(i) for i in np.flatnonzero(~mask) if not np.array_equal(shown[i], self._shown[i])]
             if kept:
@@ -241,16 +237,13 @@ class VectorEnvSimulator:
         self._must_reset &= ~mask
         return observation, infos
 
-    def _pictures(self, observation: Any) -> NDArray[np.uint8]:
-        return np.array(_value_at(observation, self._image_key), np.uint8)
-
     def _keep_seen(self, observation: Any, rows: list[int]) -> None:
         self._images[rows] = _value_at(observation, self._image_key)[rows]
         if self.spec.state_dim:
             self._states[rows] = _value_at(observation, self._state_key)[rows].reshape(len(rows), -1)
 
     def _keep_last(self, infos: Mapping[str, Any], ended: list[int]) -> None:
-        """Keep the last observations of episodes: with SAME_STEP the present ones are the next episode's."""
+        # With SAME_STEP the present observations are the next episode's.
         for row in ended:
             last = _row_of(infos, "final_obs", row)
             if last is None:
@@ -281,7 +274,7 @@ def _array(values: Any) -> NDArray[Any]:
 
 
 def _row_of(infos: Mapping[str, Any], key: str, row: int) -> Any:
-    """Return one place's value of info, or None. Besides a key there may be a mask of places, ``_key``."""
+    # None without a value: beside a key there may be a mask of places, ``_key``.
     if key not in infos or not bool(_array(infos.get(f"_{key}", np.ones(row + 1, np.bool_)))[row]):
         return None
     values = infos[key]
@@ -292,10 +285,10 @@ def _row_of(infos: Mapping[str, Any], key: str, row: int) -> Any:
 
 def _mode_of(env: Any) -> str:
     mode = getattr(env.metadata.get("autoreset_mode"), "name", "")
-    if mode not in _MODES:
+    if mode not in ("DISABLED", "NEXT_STEP", "SAME_STEP"):
         raise ConfigError(
             f"{type(env).__name__} does not say when it resets by itself. Set metadata['autoreset_mode'] to "
-            f"one of gymnasium.vector.AutoresetMode: {', '.join(_MODES)}."
+            "one of gymnasium.vector.AutoresetMode: DISABLED, NEXT_STEP, SAME_STEP."
         )
     return mode
 

@@ -29,8 +29,7 @@ from asyncrl.records import ActionSpec, Episode
 from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.interface import GroupGrant
 from asyncrl.seeds import episode_seed, noise_seed, sampling_seed
-from asyncrl.simulators.build import SimulatorSource
-from asyncrl.simulators.interface import SimStart, SimulatorSpec, random_start
+from asyncrl.simulators.interface import SimStart, SimulatorSource, SimulatorSpec, random_start
 from asyncrl.simulators.pool import SimulatorPool, SlotAnswer
 from asyncrl.weights.interface import WholeTensors
 from asyncrl.weights.transports.in_process import build_in_process

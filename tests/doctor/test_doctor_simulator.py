@@ -15,8 +15,7 @@ from asyncrl import cli
 from asyncrl.doctor import simulators
 from asyncrl.doctor.checks import Verdict, render
 from asyncrl.doctor.simulators import Measured
-from asyncrl.simulators.build import SimulatorSource
-from asyncrl.simulators.interface import SimulatorSpec
+from asyncrl.simulators.interface import SimulatorSource, SimulatorSpec
 from asyncrl.simulators.rendering import find_backend
 from support.maniskill import require_maniskill
 from support.pages import DOT, write_files

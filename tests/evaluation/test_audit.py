@@ -14,8 +14,7 @@ from torch import Tensor
 from asyncrl.evaluation.audit import Audit, AuditedEpisode, Models, audit, psnr_by_decision
 from asyncrl.policies.interface import ActResult, SamplingParams
 from asyncrl.records import ActionSpec, StartState
-from asyncrl.simulators.build import SimulatorSource
-from asyncrl.simulators.interface import SimStart
+from asyncrl.simulators.interface import SimStart, SimulatorSource
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import Play
 from support.simulated import COUNTING, TASKS

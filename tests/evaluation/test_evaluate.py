@@ -22,8 +22,7 @@ from asyncrl.evaluation.evaluate import (
 from asyncrl.records import DUMMY_ACTION
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.seeds import simulated_sampling_seed
-from asyncrl.simulators.build import SimulatorSource
-from asyncrl.simulators.interface import SimStart
+from asyncrl.simulators.interface import SimStart, SimulatorSource
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import (
     HELD_OUT,
@@ -198,9 +197,9 @@ def test_stored_starts_are_chosen_by_number_or_instruction() -> None:
     with pytest.raises(ConfigError, match="--trials 5: counting has 4 stored starts"):
         evaluation_plays(spec, tasks=(), trials=5, repeats=1)
     for seeds in ({"episodes": 20}, {"seed": 1}):
-        with pytest.raises(ConfigError, match="--episodes and --seed choose among seeds"):
+        with pytest.raises(ConfigError, match="which are stored ones: use --tasks and --trials"):
             evaluation_plays(spec, tasks=(), trials=0, repeats=1, **seeds)
-    with pytest.raises(ConfigError, match="every seed is a start"):
+    with pytest.raises(ConfigError, match="which are seeds: use --episodes and --seed"):
         evaluation_plays(pool(1).spec, episodes=1, seed=0, tasks=("0",), trials=0, repeats=1)
 
 

@@ -15,10 +15,9 @@ from asyncrl.commands.recordings import main as recordings_command
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.robomimic import LIBERO_CAMERAS, LIBERO_NUMBERS, open_libero
 from asyncrl.fitting.sources import import_data_sets, load_recordings
-from asyncrl.fitting.starts import keyframes, write_trajectories
+from asyncrl.fitting.starts import write_trajectories
 from asyncrl.records import DUMMY_ACTION
 from asyncrl.rewards.libero_tasks import SUITES
-from asyncrl.simulators.libero.tasks import instruction
 from asyncrl.worlds.evac.poses import rotation
 from asyncrl.worlds.rlinf_start_states import load_trajectories
 from support.recorded import KITCHEN, recorded_spec, write_recorded
@@ -136,21 +135,6 @@ def test_pictures_that_are_stored_upright_are_only_mirrored(tmp_path: Path) -> N
     np.testing.assert_array_equal(load_recordings([tmp_path / "data"]).frames[:], stored[:, :, ::-1])
 
 
-@pytest.mark.parametrize(
-    ("name", "known"),
-    [
-        ("KITCHEN_SCENE3_turn_on_the_stove_and_put_the_moka_pot_on_it", SUITES["libero_10"]),
-        (
-            "LIVING_ROOM_SCENE2_put_both_the_alphabet_soup_and_the_tomato_sauce_in_the_basket",
-            SUITES["libero_10"],
-        ),
-        ("pick_up_the_ketchup_and_place_it_in_the_basket", SUITES["libero_object"]),
-    ],
-)
-def test_a_files_name_gives_the_simulators_instruction(name: str, known: tuple[str, ...]) -> None:
-    assert instruction(name) in known
-
-
 def test_the_name_counts_more_than_what_the_file_says_and_that_more_than_nothing(tmp_path: Path) -> None:
     worded = write_libero(tmp_path / "a", said="Another wording of it", lengths=(9,))
     import_demonstrations([worded], tmp_path / "one")
@@ -218,30 +202,6 @@ def test_trajectories_of_recordings_without_poses_say_none(tmp_path: Path) -> No
     (frame,) = np.load(tmp_path / "out" / "traj00000.npy", allow_pickle=True)
     assert sorted(frame) == ["delta_action", "image", "instruction"]
     assert load_trajectories(tmp_path / "out", keyframes=False)[0].ee_pose is None
-
-
-def gripper(changes_at: int, steps: int) -> np.ndarray:
-    """``[steps + 1, 7]``: open until the action `changes_at`, which is the first that closes."""
-    return np.where(np.arange(steps + 1) >= changes_at, 1.0, -1.0)[:, None] * np.ones((1, 7))
-
-
-@pytest.mark.parametrize(
-    ("changes_at", "solved_at", "steps", "expected"),
-    [
-        (25, 41, 48, [16, 32]),  # in decision 3, and solved in decision 5
-        (32, 48, 48, [16, 32]),
-        (33, 40, 48, [24]),  # in decision 4, and solved in the same: one key frame
-        (5, 12, 48, []),  # nothing lies before them
-        (17, -1, 48, [8, 32]),  # not solved: two decisions before the end
-        (99, -1, 48, [32]),
-        (99, -1, 17, []),
-        (99, -1, 8, []),
-    ],
-)
-def test_key_frames_follow_the_documented_rule(
-    changes_at: int, solved_at: int, steps: int, expected: list[int]
-) -> None:
-    assert keyframes(gripper(changes_at, steps), np.arange(steps + 1) == solved_at) == expected
 
 
 def test_trajectories_are_never_overwritten(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from asyncrl import cli
 from asyncrl.errors import AssetError, ConfigError
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.sources import load_recordings
-from asyncrl.fitting.starts import keyframe_states
+from asyncrl.fitting.starts import keyframe_states, keyframes
 from asyncrl.records import StartState
 from asyncrl.worlds.start_states import (
     StartStateStream,
@@ -36,33 +36,46 @@ def recordings(tmp_path: Path) -> Recordings:
     return load_recordings([tmp_path / "data"])
 
 
-def slow_keyframes(recordings: Recordings) -> dict[tuple[int, int], int]:
-    """The rule step by step: (episode, step) -> decisions before it."""
-    found = {}
-    for episode in range(len(recordings)):
-        rows = range(int(recordings.offsets[episode]), int(recordings.offsets[episode + 1]))
-        signs = [recordings.actions[row, -1] > 0 for row in rows]
-        changed = next((step for step in range(2, len(rows)) if signs[step] != signs[step - 1]), None)
-        solved = next((step for step in range(len(rows)) if recordings.success[rows[step]]), None)
-        whole = (len(rows) - 1) // 8
-        contact = None if changed is None else (changed - 1) // 8 - 1
-        late = whole - 2 if solved is None else (solved - 1) // 8 - 1
-        for decision in {contact, late} - {None}:
-            if decision is not None and 1 <= decision < whole:
-                found[episode, 8 * decision] = decision
-    return found
-
-
 def test_states_are_true_frames_of_the_rule_with_the_decisions_that_were_made(recordings: Recordings) -> None:
-    states, wanted = keyframe_states(recordings, 100), slow_keyframes(recordings)
+    spans = [recordings.span(episode) for episode in range(len(recordings))]
+    wanted = [
+        (episode, step)
+        for episode, span in enumerate(spans)
+        for step in keyframes(recordings.actions[span], recordings.success[span])
+    ]
+    states = keyframe_states(recordings, 100)
     assert len(states) == len(wanted) > 5
-    for state, ((episode, step), elapsed) in zip(states, sorted(wanted.items()), strict=True):
+    for state, (episode, step) in zip(states, wanted, strict=True):
         row = int(recordings.offsets[episode]) + step
         np.testing.assert_array_equal(state.frame, recordings.frames[row - step])
         np.testing.assert_array_equal(state.context_frames, recordings.frames[row - 3 : row + 1])
         np.testing.assert_array_equal(state.context_actions, recordings.actions[row - 3 : row + 1])
         np.testing.assert_array_equal(state.ee_pose, recordings.poses[row])
-        assert (state.elapsed, state.task) == (elapsed, recordings.tasks[episode])
+        assert (state.elapsed, state.task) == (step // 8, recordings.tasks[episode])
+
+
+def gripper(changes_at: int, steps: int) -> np.ndarray:
+    """``[steps + 1, 7]``: open until the action `changes_at`, which is the first that closes."""
+    return np.where(np.arange(steps + 1) >= changes_at, 1.0, -1.0)[:, None] * np.ones((1, 7))
+
+
+@pytest.mark.parametrize(
+    ("changes_at", "solved_at", "steps", "expected"),
+    [
+        (25, 41, 48, [16, 32]),  # in decision 3, and solved in decision 5
+        (32, 48, 48, [16, 32]),
+        (33, 40, 48, [24]),  # in decision 4, and solved in the same: one key frame
+        (5, 12, 48, []),  # nothing lies before them
+        (17, -1, 48, [8, 32]),  # not solved: two decisions before the end
+        (99, -1, 48, [32]),
+        (99, -1, 17, []),
+        (99, -1, 8, []),
+    ],
+)
+def test_key_frames_follow_the_documented_rule(
+    changes_at: int, solved_at: int, steps: int, expected: list[int]
+) -> None:
+    assert keyframes(gripper(changes_at, steps), np.arange(steps + 1) == solved_at) == expected
 
 
 def test_no_episode_has_more_than_two_and_a_few_come_from_all_tasks(recordings: Recordings) -> None:

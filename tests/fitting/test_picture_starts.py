@@ -15,7 +15,6 @@ from asyncrl.fitting.settings import DataSetSettings
 from asyncrl.fitting.starts import picture_starts
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
-from asyncrl.policies.openvla.preprocess import PromptTokenizer, build_word_tokenizer
 from asyncrl.rewards.files import RewardConfig
 from asyncrl.rewards.resnet import ResNetReward, RewardNetwork, save_reward
 from asyncrl.storage.assets import world_folder
@@ -113,20 +112,6 @@ def test_start_states_come_from_recordings_or_from_pictures(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "--pictures" in refused(capsys, "fit", ["starts", *flags, "--out", str(tmp_path / "x.h5")])
-
-
-@pytest.mark.parametrize(
-    ("task", "unread"),
-    [
-        ("fold the towel", "'fold', 'towel' of the instruction 'fold the towel'"),
-        ("Unplug the red cube", "'unplug' of the instruction 'Unplug the red cube'"),
-    ],
-)
-def test_words_that_the_tokenizer_does_not_know_are_named(task: str, unread: str) -> None:
-    tokenizer = PromptTokenizer(build_word_tokenizer(), pad_id=448)
-    with pytest.raises(ConfigError, match=f"cannot read {unread}"):
-        tokenizer.ids(task)
-    tokenizer.ids("put the cube, the red one, on the plate".replace("one", "block"))
 
 
 def test_a_refined_policy_must_know_the_words_of_the_recordings(

@@ -27,7 +27,7 @@ from asyncrl.observability import process_status
 from asyncrl.records import ActionSpec
 from asyncrl.replay.interface import ENDLESS
 from asyncrl.replay_tools.episodes import read_rows, replay_folder
-from asyncrl.simulators.build import SimulatorSource
+from asyncrl.simulators.interface import SimulatorSource
 from asyncrl.simulators.rendering import find_backend
 from asyncrl.simulators.rollout import HELD_OUT
 from asyncrl.storage import checkpoint

@@ -9,8 +9,14 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.simulators.build import SimulatorSource
-from asyncrl.simulators.interface import SimStart, Simulator, SimulatorSpec, random_start, stored_start
+from asyncrl.simulators.interface import (
+    SimStart,
+    Simulator,
+    SimulatorSource,
+    SimulatorSpec,
+    random_start,
+    stored_start,
+)
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import Act, Observations, Play, rollout
 from support.pages import DOT, write_files

@@ -18,10 +18,9 @@ import pytest
 
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.simulators import pool as pools
-from asyncrl.simulators.build import SimulatorSource
-from asyncrl.simulators.interface import Demonstrator, Seen, SimStart, random_start
+from asyncrl.simulators.interface import Demonstrator, Seen, SimStart, SimulatorSource, random_start
 from asyncrl.simulators.pool import SimulatorPool, SlotAnswer
-from asyncrl.simulators.pool_worker import Worker, pack, unpack
+from asyncrl.simulators.pool_worker import Worker
 from asyncrl.simulators.rollout import Observations, Play, rollout
 from support.simulated import COUNTING, CountingPlace
 
@@ -176,18 +175,6 @@ def test_steps_may_be_cut_anywhere() -> None:
         np.testing.assert_array_equal(states, results[0])
 
 
-def test_messages_are_read_as_they_were_written() -> None:
-    arrays = [np.arange(6, dtype=np.float32).reshape(2, 3), np.zeros((2, 0)), np.array([True]), np.uint8(7)]
-    message = {"text": "two\nlines", "none": None, "nested": {"x": [1.5, arrays[0]]}}
-    first, second = unpack(pack([message | {"a": arrays[1]}, {"b": arrays[2], "c": arrays[3]}]))
-    found = [first["nested"].pop("x")[1], first.pop("a"), second["b"], second["c"]]
-    for one, other in zip(arrays, found, strict=True):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        np.testing.assert_array_equal(one, other)
-    assert first == {"text": "two\nlines", "none": None, "nested": {}}
-    assert found[0].flags.writeable
-
-
 def test_requests_that_do_not_fit_are_refused() -> None:
     with SimulatorPool(source(1), workers=0) as pool:
         pool.reset(0, random_start(pool.spec, 1))
@@ -201,31 +188,10 @@ def test_requests_that_do_not_fit_are_refused() -> None:
                 pool.step(0, wrong)
 
 
-@pytest.mark.parametrize(
-    ("settings", "changes", "words"),
-    [
-        ((), {"trial": 3}, "is a stored one, but the starts of counting are seeds"),
-        ((), {"seed": -1}, "seeds begin at 0"),
-        (("trials=3",), {"task_id": 2}, "is of task 2, but counting has tasks 0 to 1"),
-        (("trials=3",), {"task_id": 0, "task": "open"}, "has the task 'open', but that of counting is"),
-        (("trials=3",), {"task_id": 1, "trial": 3}, r"has trials 0 to 2 \(-1: random\)"),
-    ],
-)
-def test_a_start_that_a_simulator_does_not_have_is_refused(
-    settings: tuple[str, ...], changes: dict[str, int | str], words: str
-) -> None:
-    with SimulatorPool(source(1, *settings), workers=0) as pool:
-        pool.reset(0, replace(SimStart(name="counting/1", task=""), **changes))
-        with pytest.raises(ConfigError, match=f"Start counting/1 .*{words}"):
-            pool.ready(1)
-
-
 @pytest.mark.multiprocess
 def test_a_pool_that_cannot_work_is_refused() -> None:
     with pytest.raises(ConfigError, match="tabletop"):
         SimulatorPool(source(name="table"), workers=0)
-    with pytest.raises(ConfigError, match="at least 1 place"):
-        SimulatorPool(source(0), workers=1)
     for workers in (0, 2):
         with pytest.raises(ConfigError, match="unexpected keyword"):
             SimulatorPool(source(1, "colour=red"), workers)
@@ -251,7 +217,7 @@ def test_an_expert_chooses_in_the_worker() -> None:
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 def test_workers_die_when_their_parent_is_killed() -> None:
     script = (
-        "from asyncrl.simulators.build import SimulatorSource\n"
+        "from asyncrl.simulators.interface import SimulatorSource\n"
         "from asyncrl.simulators.pool import SimulatorPool\n"
         "if __name__ == '__main__':\n"
         "    pool = SimulatorPool(SimulatorSource(name='tabletop', settings=('render=false',)), workers=1)\n"
@@ -266,29 +232,6 @@ def test_workers_die_when_their_parent_is_killed() -> None:
         parent.send_signal(signal.SIGKILL)
         assert select.select([worker], [], [], 20)[0] == [worker]
         os.close(worker)
-
-
-@pytest.mark.multiprocess
-def test_poses_belong_to_their_frames_in_every_kind_of_pool() -> None:
-    tables = source(2, "render=false", name="tabletop")
-    chosen, simulator = actions(8), tables.build()
-    start = random_start(simulator.spec, 3)
-    seen = [simulator.reset([1], [start])]
-    seen += [simulator.step([1], action[None], draw=True).seen for action in chosen]
-    expected = np.concatenate([one.poses for one in seen if one is not None and one.poses is not None])
-    assert expected.shape == (9, 8)
-    for workers in (0, 1):
-        with SimulatorPool(tables, workers) as pool:
-            pool.reset(1, start)
-            begun = take(pool, 1)[1]
-            pool.step(1, chosen, frames="all", past_success=True)
-            played = take(pool, 1)[1]
-            np.testing.assert_array_equal(np.concatenate([begun.poses, played.poses]), expected)
-            (episode,) = rollout(pool, lambda _: chosen[None], [Play(start=start)], keep_frames=True)
-            np.testing.assert_array_equal(episode.poses[:9], expected)
-            assert len(episode.poses) == len(episode.actions)
-            episode.drop_frames()
-            assert episode.poses.shape == (1, 8)
 
 
 def test_a_simulator_whose_spec_promises_poses_must_show_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,20 +189,6 @@ def test_only_a_retrying_expert_recovers_from_a_dropped_cube(retry):
     assert any(after(simulator, expert.act()).success for _ in range(MAX_STEPS)) == retry
 
 
-def test_expert_actions_are_calm():
-    simulator = table()
-    simulator.reset(start(2))
-    expert = expert_of(simulator)
-    actions = []
-    for _ in range(30):
-        actions.append(expert.act())
-        simulator.step(actions[-1])
-    motion = np.abs(np.array(actions)[:, :6])
-    assert motion.max() <= 1.0
-    assert (motion[:, :3].max(axis=1) == 1.0).mean() < 0.3
-    assert set(np.unique(np.array(actions)[:, 6])) == {-1.0, 1.0}
-
-
 def test_box_average_rounds_half_up():
     image = np.zeros((2, 4, 3), np.uint8)
     image[:, :2, 0] = [[1, 0], [1, 0]]
@@ -222,7 +208,7 @@ def test_a_missing_opengl_library_is_an_error_that_says_what_to_install(monkeypa
     with pytest.raises(AssetError, match="MUJOCO_GL is 'egl'"):
         require_backend()
     monkeypatch.setenv("MUJOCO_GL", "disable")
-    with pytest.raises(AssetError, match="turns rendering off"):
+    with pytest.raises(AssetError, match="MUJOCO_GL is 'disable'"):
         require_backend()
 
 

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.simulators.build import SimulatorSource
-from asyncrl.simulators.interface import SimStart, random_start
+from asyncrl.simulators.interface import SimStart, SimulatorSource, random_start
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import Observations, Play, rollout
 from asyncrl.simulators.vector_env import VectorEnvSimulator
-from support.pages import DOT, files_of, write_files
+from support.pages import DOT, write_files
 
 gym = pytest.importorskip("gymnasium", reason="gymnasium comes with the extras libero and maniskill")
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorWrapper  # noqa: E402
@@ -121,11 +120,6 @@ def play_alone(seed: int) -> list[tuple[Any, ...]]:
         if any(ends):
             break
     return rows
-
-
-def test_the_example_is_short() -> None:
-    text = files_of("own_environment.md")["my_lab/dot.py"]
-    assert len([line for line in text.splitlines() if line]) <= 45
 
 
 @pytest.mark.multiprocess

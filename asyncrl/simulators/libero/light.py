@@ -19,16 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import AssetError
+from asyncrl.simulators.libero import tasks
 from asyncrl.simulators.libero.scene import build_environment, numpy_generator
-from asyncrl.simulators.libero.tasks import (
-    TESTED,
-    bddl_file,
-    cache_folder,
-    libero_package,
-    load_robosuite,
-    quiet,
-    task_names,
-)
 from asyncrl.simulators.rendering import load_mujoco
 from asyncrl.storage.atomic import read_json, replacing, write_json
 
@@ -149,7 +141,7 @@ def light_files(suite: str) -> dict[str, str]:
     if not index.is_file():
         raise AssetError(f"scene=light needs the light files of {suite}, but {index} is not there. {remedy}")
     content = read_json(index, remedy)
-    if content.get("format") != _FORMAT or content.get("versions") != TESTED:
+    if content.get("format") != _FORMAT or content.get("versions") != tasks.TESTED:
         raise AssetError(f"The light files of {suite} in {index.parent} are of another version. {remedy}")
     base = _base()
     files = {str(base / name): str(index.parent / light) for name, light in content["files"].items()}
@@ -167,13 +159,13 @@ def make_light(
         faces: Most faces of a shape.
         texture: Most pixels of a texture's longer side.
     """
-    load_robosuite()
-    folder = cache_folder() / "light"
+    tasks.load_robosuite()
+    folder = tasks.cache_folder() / "light"
     folder.mkdir(parents=True, exist_ok=True)
     report, made = LightReport(folder=folder), {}
-    for number, name in enumerate(task_names(suite)):
+    for number, name in enumerate(tasks.task_names(suite)):
         say(f"{suite} task {number}: {name}")
-        for source, model, mesh in _sources(bddl_file(suite, number)):
+        for source, model, mesh in _sources(tasks.bddl_file(suite, number)):
             rel = str(Path(os.path.realpath(source)).relative_to(_base()))
             if rel not in made:
                 made[rel] = _make(source, model, mesh, faces, texture, report)
@@ -181,7 +173,7 @@ def make_light(
         _index(suite),
         {
             "format": _FORMAT,
-            "versions": TESTED,
+            "versions": tasks.TESTED,
             "faces": faces,
             "texture": texture,
             "files": {name: light for name, light in made.items() if light},
@@ -192,7 +184,7 @@ def make_light(
 
 def _sources(bddl: Path) -> Iterator[tuple[str, Any, int]]:
     """Yield file, compiled model and mesh number of each shape without collisions; of textures with -1."""
-    with quiet(), numpy_generator([0]):
+    with tasks.quiet(), numpy_generator([0]):
         environment = build_environment(bddl, {})
     try:
         text, model = environment.model.get_xml(), environment.sim.model._model
@@ -205,7 +197,7 @@ def _sources(bddl: Path) -> Iterator[tuple[str, Any, int]]:
         for tag in re.findall(r"<texture [^>]*file=[^>]*>", text):
             yield _attribute(tag, "file"), model, -1
     finally:
-        with quiet():
+        with tasks.quiet():
             environment.close()
 
 
@@ -274,8 +266,8 @@ def _compiles(file: Path) -> bool:
 
 
 def _base() -> Path:
-    return libero_package().resolve().parents[1]
+    return tasks.libero_package().resolve().parents[1]
 
 
 def _index(suite: str) -> Path:
-    return cache_folder() / "light" / f"{suite}.json"
+    return tasks.cache_folder() / "light" / f"{suite}.json"

@@ -153,7 +153,6 @@ class Scene:
             gc.collect()  # Its parts refer to each other, and the next scene is as large.
 
     def _lay_out(self) -> None:
-        """Let robosuite reset, which draws the objects' places; a failed layout is drawn again."""
         failure = importlib.import_module("robosuite.utils.errors").RandomizationError
         for _ in range(_LAYOUT_TRIES):
             with contextlib.suppress(failure):
@@ -170,7 +169,7 @@ class Scene:
         self.sim.model.body_quat[body] = rotation
 
     def _watch(self) -> None:
-        """Observe cameras and state when the official environment does, and nothing else."""
+        # Cameras and state are observed when the official environment does, and nothing else.
         observables = importlib.import_module("robosuite.utils.observables")
 
         @observables.sensor(modality="image")

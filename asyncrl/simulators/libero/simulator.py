@@ -24,7 +24,6 @@ from asyncrl.simulators.one_by_one import OneByOne, Outcome
 
 _BOWL: Final = Grasp(radius=0.047, height=0.034)
 
-
 _OBJECTS: Final = (
     ("alphabet_soup_1", 90, 0.01),
     ("cream_cheese_1", 90, 0.0),
@@ -104,73 +103,55 @@ class LiberoSettings:
 class LiberoPlace:
     """The scenes of a suite, of which one is built at a time."""
 
+    scene: Scene
+
     def __init__(self, spec: SimulatorSpec, settings: LiberoSettings) -> None:
         drawing_device()  # Errors of drawing come before scenes are built.
-        self.scene: Scene | None = None
-        self.task_id = -1
+        self.task_id = -1  # Of the scene; -1: none is built.
         self._spec, self._settings = spec, settings
         self._files = light_files(spec.name) if settings.scene == "light" else {}
 
     def reset(self, start: SimStart) -> str:
         """Begin the episode that belongs to a start; return its instruction."""
-        suite, scene = self._spec.name, self._scene_of(start.task_id)
+        suite, settings = self._spec.name, self._settings
+        if self.task_id != start.task_id:
+            self.close()  # First, for the memory.
+            self.scene = Scene(
+                bddl_file(suite, start.task_id),
+                self._spec.cameras,
+                self._files,
+                size=self._spec.image_size,
+                multisampling=settings.multisampling,
+                reflections=settings.reflections,
+            )
+            self.task_id = start.task_id
         key = [zlib.crc32(suite.encode()), start.task_id]
         if start.trial >= 0:
-            scene.begin([*key, 0, start.trial], stored_states(suite, start.task_id)[start.trial])
+            self.scene.begin([*key, 0, start.trial], stored_states(suite, start.task_id)[start.trial])
         else:
-            scene.begin([*key, 1, start.seed], None)
-        for _ in range(self._settings.settle):
-            scene.step(np.array(IDLE))
+            self.scene.begin([*key, 1, start.seed], None)
+        for _ in range(settings.settle):
+            self.scene.step(np.array(IDLE))
         return self._spec.tasks[start.task_id]
 
     def step(self, action: NDArray[np.float32]) -> Outcome:
         """Carry out ``[7]``."""
-        return Outcome(self._begun.step(action.astype(np.float64)))
+        return Outcome(self.scene.step(action.astype(np.float64)))
 
     def look(self) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
         """Return the pictures and the state that the last step made."""
-        return self._begun.draw(), self._begun.state()
+        return self.scene.draw(), self.scene.state()
 
     def pose(self) -> NDArray[np.float32]:
         """Return the `hand_pose` ``[8]`` of the same observation."""
-        return self._begun.pose()
-
-    def expert(self, flaws: Flaws) -> Expert:
-        """Return the scripted expert of the task."""
-        suite, plans = self._spec.name, PLANS.get(self._spec.name, {})
-        if self.task_id not in plans:
-            able = ", ".join(map(str, plans)) or "none"
-            raise ConfigError(
-                f"there is no scripted expert for task {self.task_id} of {suite} "
-                f"({self._spec.tasks[self.task_id]!r}). Tasks that have one: {able}. Set --tasks."
-            )
-        return Expert(self._begun, plans[self.task_id], flaws)
+        return self.scene.pose()
 
     def close(self) -> None:
         """Free the scene. May be called again."""
-        if self.scene is not None:
+        if self.task_id >= 0:
             self.scene.close()
-        self.scene, self.task_id = None, -1
-
-    @property
-    def _begun(self) -> Scene:
-        assert self.scene is not None, "an episode is begun first"
-        return self.scene
-
-    def _scene_of(self, task_id: int) -> Scene:
-        """Return the task's scene; that of another task is freed first, for the memory."""
-        if self.scene is None or self.task_id != task_id:
-            self.close()
-            self.scene = Scene(
-                bddl_file(self._spec.name, task_id),
-                self._spec.cameras,
-                self._files,
-                size=self._spec.image_size,
-                multisampling=self._settings.multisampling,
-                reflections=self._settings.reflections,
-            )
-            self.task_id = task_id
-        return self.scene
+            del self.scene
+        self.task_id = -1
 
 
 class LiberoSuite(OneByOne[LiberoPlace]):
@@ -223,7 +204,14 @@ class LiberoSuite(OneByOne[LiberoPlace]):
         self, place: int, settings: Demonstrator, rng: np.random.Generator
     ) -> Callable[[], NDArray[np.float32]]:
         """Return the scripted expert of the task."""
-        return self.places[place].expert(Flaws(settings, rng)).act
+        played, plans = self.places[place], PLANS.get(self.suite, {})
+        if (task := played.task_id) not in plans:
+            able = ", ".join(map(str, plans)) or "none"
+            raise ConfigError(
+                f"there is no scripted expert for task {task} of {self.suite} ({self.spec.tasks[task]!r}). "
+                f"Tasks that have one: {able}. Set --tasks."
+            )
+        return Expert(played.scene, plans[task], Flaws(settings, rng)).act
 
 
 def _suite(name: str, horizon: int) -> type[LiberoSuite]:

@@ -139,8 +139,7 @@ def load_robosuite() -> types.ModuleType:
         return importlib.import_module("libero.libero.envs")
 
 
-def _preset_macros() -> None:
-    """Put robosuite's settings in place before its other modules read them."""
+def _preset_macros() -> None:  # Before robosuite's other modules read them.
     package: Any = importlib.util.find_spec("robosuite")
     file = Path(next(iter(package.submodule_search_locations))) / "macros.py"
     spec: Any = importlib.util.spec_from_file_location("robosuite.macros", file)

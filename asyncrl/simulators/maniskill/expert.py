@@ -63,10 +63,10 @@ _PATIENCE: Final = 20  # Steps after which a phase ends in any case.
 
 
 class SceneView:
-    """One row of an environment of ManiSkill (without wrappers), as arrays of float64."""
+    """An environment of ManiSkill, without wrappers and of one row, as arrays of float64."""
 
-    def __init__(self, env: Any, row: int) -> None:
-        self._env, self._row = env, row
+    def __init__(self, env: Any) -> None:
+        self._env = env
 
     @property
     def tool(self) -> Array:
@@ -88,7 +88,7 @@ class SceneView:
         return float((np.arctan2(rotation[1, 0], rotation[0, 0]) + np.pi / 4) % (np.pi / 2) - np.pi / 4)
 
     def _of(self, values: Any) -> Array:
-        return values[self._row].cpu().numpy().astype(np.float64)
+        return values[0].cpu().numpy().astype(np.float64)
 
 
 class _Phase(Enum):
@@ -146,9 +146,11 @@ class PickExpert:
         elif self._phase is _Phase.CARRY:
             allowed = _MISSED + float(np.linalg.norm(self._flaws.grasp))
             missed = np.linalg.norm(scene.position(self._cube) - scene.tool) > allowed
+            left = self._left()
+            rests = np.hypot(*left[:2]) < 0.008 and abs(left[2]) < 0.004
             if missed and self._flaws.retry:
                 self._begin(_Phase.REACH)
-            elif self._stack and (self._rests() or late):
+            elif self._stack and (rests or late):
                 self._begin(_Phase.RELEASE)
 
     def _grasp_point(self) -> Array:
@@ -158,18 +160,12 @@ class PickExpert:
         return self._goal() + self._flaws.place - self._scene.position(self._cube)
 
     def _carry(self) -> Array:
-        """Return the cube's next way ``[3]``: onto another one only from straight above."""
         left = self._left()
-        if self._stack and np.hypot(*left[:2]) >= 0.008:
+        if self._stack and np.hypot(*left[:2]) >= 0.008:  # Onto another one only from straight above.
             return left + np.array([0, 0, 0.03])
         return left
 
-    def _rests(self) -> bool:
-        left = self._left()
-        return bool(np.hypot(*left[:2]) < 0.008 and abs(left[2]) < 0.004)
-
     def _turn(self) -> Array:
-        """Return the rotation ``[3]`` that brings the fingers along the cube's sides, pointing down."""
         if self._phase not in (_Phase.REACH, _Phase.SINK):
             return np.zeros(3)
         yaw = self._scene.yaw(self._cube)
@@ -211,17 +207,13 @@ def _motion(way: Array, unit: float) -> Array:
     return np.clip(way / unit, -1, 1)
 
 
-def _pick(scene: SceneView, flaws: Flaws) -> Callable[[], Array]:
-    return PickExpert(scene, "cube", lambda: scene.position("goal_site"), stack=False, flaws=flaws)
-
-
-def _stack(scene: SceneView, flaws: Flaws) -> Callable[[], Array]:
-    above = np.array([0, 0, 0.04])  # The cubes are 4 cm high.
-    return PickExpert(scene, "cubeA", lambda: scene.position("cubeB") + above, stack=True, flaws=flaws)
-
-
+_ON_TOP: Final = np.array([0, 0, 0.04])  # The cubes are 4 cm high.
 EXPERTS: Final[dict[str, Callable[[SceneView, Flaws], Callable[[], Array]]]] = {
-    "pick_cube": _pick,
-    "stack_cube": _stack,
+    "pick_cube": lambda scene, flaws: PickExpert(
+        scene, "cube", lambda: scene.position("goal_site"), stack=False, flaws=flaws
+    ),
+    "stack_cube": lambda scene, flaws: PickExpert(
+        scene, "cubeA", lambda: scene.position("cubeB") + _ON_TOP, stack=True, flaws=flaws
+    ),
     "push_cube": PushExpert,
 }  # By task.

@@ -33,7 +33,6 @@ class ManiSkillTask:
     camera: str = "base_camera"
     wrist: str = ""  # Camera on the hand; empty: none.
     grasped: str = ""  # Key of info, true while the object is held; empty: none, no shaped reward.
-    reconfigures: bool = False  # True if every reset builds another scene, which a batch cannot do.
     published: bool = False  # True if published policies exist: they fix pictures, signs and reward.
 
 
@@ -60,10 +59,7 @@ TASKS: Final = {
     ),
     "lift_peg_upright": _arm("LiftPegUpright-v1", "stand the peg upright"),
     "peg_insertion_side": _arm(
-        "PegInsertionSide-v1",
-        "insert the orange end of the peg into the hole of the box",
-        wrist=_WRIST,
-        reconfigures=True,
+        "PegInsertionSide-v1", "insert the orange end of the peg into the hole of the box", wrist=_WRIST
     ),
     "plug_charger": _arm("PlugCharger-v1", "plug the charger into the receptacle", wrist=_WRIST),
     "place_sphere": _arm("PlaceSphere-v1", "put the ball into the bin", grasped="is_obj_grasped"),
@@ -130,11 +126,11 @@ def load_maniskill(name: str, task: ManiSkillTask, module: str) -> Any:
     return gym
 
 
-def make_environment(gym: Any, environment: str, count: int, settings: dict[str, Any]) -> Any:
-    """Make one environment of `count` rows, without wrappers, whose pictures hide nothing."""
+def make_environment(gym: Any, environment: str, settings: dict[str, Any]) -> Any:
+    """Make an environment of one row, without wrappers, whose pictures hide nothing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = gym.make(environment, num_envs=count, **settings).unwrapped
+        made = gym.make(environment, num_envs=1, **settings).unwrapped
     # ManiSkill keeps what is to be hidden in a list of the class, across environments.
     made._hidden_objects.clear()
     made._hidden_objects = []
@@ -152,10 +148,8 @@ def reward_mode(name: str, environment: str, reward: str) -> str:
     return "none" if "none" in modes else "sparse"
 
 
-def renderer(render: str) -> str:
-    """Return ManiSkill's name of the renderer."""
-    if render != "auto":
-        return render
+def renderer() -> str:
+    """Return ManiSkill's name of the renderer: the GPU if it can draw."""
     try:
         return "gpu" if load_sapien().Device("cuda").can_render() else "cpu"
     except RuntimeError:  # It finds no such device.
@@ -172,8 +166,7 @@ _RAY_TRACING: Final = "SAPIEN_DISABLE_RAY_TRACING"
 
 
 def _import(name: str) -> Any:
-    """Import a module of the extra. SAPIEN brings a Vulkan loader of its own, and warns of it."""
-    try:
+    try:  # SAPIEN brings a Vulkan loader of its own, and warns of it.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return importlib.import_module(name)

@@ -51,7 +51,7 @@ _CLEARANCE = 0.115  # Least distance of objects at reset: fingers must fit betwe
 
 @functools.cache
 def _shared_renderer(size: int) -> Renderer:
-    """Make one OpenGL context per process and picture size: every `Table` has the same geometry."""
+    # One OpenGL context per process and picture size: every `Table` has the same geometry.
     require_backend()
     model = _load_model()
     model.vis.global_.offwidth = model.vis.global_.offheight = size * SUPERSAMPLE
@@ -106,8 +106,13 @@ class Table:
             action: ``[7]`` (dx, dy, dz, droll, dpitch, dyaw, gripper) in [-1, 1]: from the tool's pose, in
                 `TRANSLATION` and, about the world's axes, `ROTATION`; gripper > 0 closes.
         """
-        self._set_goal(np.asarray(action, np.float64))
-        self._advance()
+        move = np.asarray(action, np.float64)
+        self._goal_position = np.clip(self.tool_position + move[:3] * TRANSLATION, TOOL_LOW, TOOL_HIGH)
+        self._goal_rotation = rotation_matrix(move[3:6] * ROTATION) @ self.tool_rotation
+        self.data.ctrl[7:9] = 0.0 if move[6] > 0 else FINGER_TRAVEL
+        for _ in range(PHYSICS_STEPS // _IK_EVERY):
+            self.data.ctrl[:7] = self._joint_goal()
+            self._mujoco.mj_step(self.model, self.data, _IK_EVERY)
         self.success = self._is_success()
         return Outcome(self.success)
 
@@ -177,17 +182,6 @@ class Table:
         for i in range(IN_SCENE):
             self.data.mocap_pos[i] = [*positions[IN_SCENE + i], PLATE_HEIGHT / 2]
 
-    def _set_goal(self, action: NDArray[np.float64]) -> None:
-        self._goal_position = np.clip(self.tool_position + action[:3] * TRANSLATION, TOOL_LOW, TOOL_HIGH)
-        self._goal_rotation = rotation_matrix(action[3:6] * ROTATION) @ self.tool_rotation
-        self.data.ctrl[7:9] = 0.0 if action[6] > 0 else FINGER_TRAVEL
-
-    def _advance(self) -> None:
-        """Run the physics for one step, renewing the joint goals by inverse kinematics every `_IK_EVERY`."""
-        for _ in range(PHYSICS_STEPS // _IK_EVERY):
-            self.data.ctrl[:7] = self._joint_goal()
-            self._mujoco.mj_step(self.model, self.data, _IK_EVERY)
-
     def _joint_goal(self) -> NDArray[np.float64]:
         """Compute joint angles ``[7]`` one damped-least-squares step towards the goal pose."""
         angles = self.data.qpos[:7]
@@ -202,7 +196,7 @@ class Table:
         return np.clip(angles + np.clip(change, -0.25, 0.25), limits[:, 0], limits[:, 1])
 
     def _is_success(self) -> bool:
-        """True if the named cube rests on the named plate and both fingers have let go of it."""
+        # The named cube rests on the named plate, and both fingers have let go of it.
         offset = self.cube_position(self.cube) - self.plate_position(self.plate)
         speed = np.linalg.norm(self.data.qvel[9 + 6 * self.cube : 12 + 6 * self.cube])
         resting = abs(offset[2] - PLATE_HEIGHT / 2 - CUBE_HALF) < 0.006 and speed < 0.05

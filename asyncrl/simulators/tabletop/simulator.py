@@ -12,16 +12,8 @@ from numpy.typing import NDArray
 from asyncrl.errors import ConfigError
 from asyncrl.simulators.interface import Demonstrator, Flaws, SimulatorSpec, skew_part
 from asyncrl.simulators.one_by_one import OneByOne
-from asyncrl.simulators.tabletop.scene import (
-    CUBE_HALF,
-    PLATE_HEIGHT,
-    PLATE_RADIUS,
-    ROTATION,
-    TASKS,
-    TRANSLATION,
-    Table,
-    rotation_matrix,
-)
+from asyncrl.simulators.tabletop import scene
+from asyncrl.simulators.tabletop.scene import CUBE_HALF, Table, rotation_matrix
 
 MAX_STEPS: Final = 48  # An episode is truncated after 6 decisions of 8 steps.
 IMAGE_SIZE: Final = 64
@@ -61,8 +53,8 @@ class TableExpert:
         self._change_phase()
         self._steps += 1
         action = np.zeros(7)
-        action[:3] = GAIN * (self._target() - self._table.tool_position) / TRANSLATION
-        action[3:6] = GAIN * self._turn() / ROTATION
+        action[:3] = GAIN * (self._target() - self._table.tool_position) / scene.TRANSLATION
+        action[3:6] = GAIN * self._turn() / scene.ROTATION
         action[:6] += self._flaws.noise()
         action[6] = CLOSE if self._phase in (_TablePhase.GRASP, _TablePhase.CARRY) else OPEN
         return np.clip(action, -1.0, 1.0).astype(np.float32)
@@ -90,7 +82,6 @@ class TableExpert:
             self._enter(_TablePhase.WITHDRAW)
 
     def _target(self) -> NDArray[np.float64]:
-        """Compute the tool's target ``[3]``. Far from the goal it keeps its height; near it, it sinks."""
         table = self._table
         if self._phase is _TablePhase.REACH:
             return _funnel(table.tool_position, self._grasp_point(), HOVER, slope=2.5)
@@ -98,8 +89,10 @@ class TableExpert:
             return self._grasp_point()
         if self._phase is _TablePhase.CARRY:
             cargo = self._cargo()
-            way = _funnel(cargo, self._put_point(), LIFT, slope=2.0) - cargo
-            way[:2] *= _share_sideways(cargo, self._put_point())
+            goal = self._put_point()
+            way = _funnel(cargo, goal, LIFT, slope=2.0) - cargo
+            if np.hypot(*(goal - cargo)[:2]) >= scene.PLATE_RADIUS:  # While it is low, little sideways.
+                way[:2] *= np.clip((cargo[2] - CUBE_HALF) / (2 * CUBE_HALF), 0.1, 1.0)
             return table.tool_position + way
         if self._phase is _TablePhase.WITHDRAW:
             return np.array([*self._held_at[:2], 0.13])
@@ -120,7 +113,7 @@ class TableExpert:
 
     def _put_point(self) -> NDArray[np.float64]:
         plate = self._table.plate_position(self._table.plate)
-        return np.array([*(plate[:2] + self._flaws.place[:2]), PLATE_HEIGHT + CUBE_HALF + 0.003])
+        return np.array([*(plate[:2] + self._flaws.place[:2]), scene.PLATE_HEIGHT + CUBE_HALF + 0.003])
 
     def _cargo(self) -> NDArray[np.float64]:
         table = self._table
@@ -135,16 +128,9 @@ class TableExpert:
 def _funnel(
     now: NDArray[np.float64], goal: NDArray[np.float64], height: float, *, slope: float
 ) -> NDArray[np.float64]:
-    """Return the goal ``[3]``, raised by up to `height` while `now` is sideways of it by more than 12 mm."""
+    # Raised by up to `height` while `now` is sideways of the goal by more than 12 mm.
     sideways = float(np.hypot(*(goal - now)[:2]))
     return goal + np.array([0.0, 0.0, np.clip(slope * (sideways - 0.012), 0.0, height)])
-
-
-def _share_sideways(cargo: NDArray[np.float64], goal: NDArray[np.float64]) -> float:
-    """Compute the share of the sideways way to go: little while the cargo is low."""
-    if np.hypot(*(goal - cargo)[:2]) < PLATE_RADIUS:
-        return 1.0
-    return float(np.clip((cargo[2] - CUBE_HALF) / (2 * CUBE_HALF), 0.1, 1.0))
 
 
 class Tabletop(OneByOne[Table]):
@@ -176,7 +162,7 @@ class Tabletop(OneByOne[Table]):
             )
         return SimulatorSpec(
             name="tabletop",
-            tasks=tuple(TASKS),
+            tasks=tuple(scene.TASKS),
             trials=0,
             max_steps=horizon or MAX_STEPS,
             image_size=size if render else 0,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.simulators.build import SimulatorSource
+from asyncrl.simulators.interface import SimulatorSource
 from asyncrl.simulators.libero import scene, tasks
 from asyncrl.simulators.libero.tasks import stored_states
 from asyncrl.simulators.rendering import find_backend
@@ -86,7 +86,7 @@ def test_a_suite_is_described_without_robosuite(suite):
     pytest.importorskip("libero", reason="the extra libero is not installed")
     tasks, horizon = SUITES[suite]
     code = (
-        "import sys; from asyncrl.simulators.build import SimulatorSource as S; "
+        "import sys; from asyncrl.simulators.interface import SimulatorSource as S; "
         f"s = S(name={suite!r}).spec(); "
         "print(len(s.tasks), s.max_steps, s.trials, s.image_size, *s.cameras, s.state_dim, s.action_dim); "
         "print({'robosuite', 'torch', 'mujoco'} & sys.modules.keys()); print(s.tasks[0])"
