@@ -13,9 +13,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, ClassVar, Final, Self
 
 import numpy as np
@@ -338,8 +338,7 @@ def window_rows(
 
 def fit_class(kind: str) -> type[FittedWorld]:
     """Import the class of a kind."""
-    module, name = KINDS[kind].split(":")
-    return getattr(import_module(module), name)
+    return resolve_name(KINDS[kind])
 
 
 def load_fitted(folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> FittedWorld:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pkgutil import resolve_name
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -306,9 +307,7 @@ class SimulatorSource:
         # Without an import: the maker of a vector environment has imported gymnasium.
         kinds = [f"{kind.__module__}.{kind.__name__}" for kind in type(built).__mro__]
         if any(name.startswith("gymnasium.vector.") and name.endswith(".VectorEnv") for name in kinds):
-            from asyncrl.simulators.vector_env import VectorEnvSimulator
-
-            return VectorEnvSimulator(built)
+            return resolve_name("asyncrl.simulators.vector_env:VectorEnvSimulator")(built)
         raise ConfigError(
             f"--simulator {self.name} made a {type(built).__name__}, which is no simulator (it lacks "
             f"{', '.join(lacking)}) and no gymnasium.vector.VectorEnv. See docs/extending.md."
