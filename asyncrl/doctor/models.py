@@ -56,7 +56,7 @@ def check_models(examination: Examination) -> Finding:
         "models",
         f"policy {sizes.parameters / 1e6:.1f} M parameters ({sizes.trained / 1e6:.1f} M trained), "
         f"{sizes.policy / MIB:.1f} MiB; world and reward {sizes.environment / MIB:.1f} MiB; "
-        f"{environment.summary}{resumed}",
+        f"{len(environment.starts)} start states, {environment.image_size} pixels{resumed}",
     )
 
 

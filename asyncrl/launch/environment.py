@@ -19,22 +19,8 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import WorldDefaults
 from asyncrl.devices.offload import NO_OFFLOAD, HoldsAddresses, IdleOffload, OffloadedTensors
 from asyncrl.errors import AssetError, CheckpointError, ConfigError
-from asyncrl.launch.named_models import (
-    NamedModel,
-    check_tasks,
-    folder_part,
-    named_reward,
-    named_world,
-    policy_chunk,
-    sampling_of,
-)
-from asyncrl.launch.simulated import (
-    SimulatorFiles,
-    TrainingStarts,
-    check_simulator,
-    refuse_idle,
-    sample_format,
-)
+from asyncrl.launch import named_models, simulated
+from asyncrl.launch.simulated import SimulatorFiles, TrainingStarts, check_simulator
 from asyncrl.observability import process_status
 from asyncrl.policies.interface import Policy
 from asyncrl.records import ActionSpec, StartState
@@ -79,18 +65,14 @@ class WorldFiles:
                 f"--policy makes {own.chunk} steps of {own.dim} numbers per decision, but --world takes "
                 f"{world.chunk} of {world.dim}. Choose a policy and a world that belong together."
             )
-        check_tasks(policy, self.starts)
+        first = {state.task: state for state in self.starts}
+        for task, state in first.items():  # Each once, so that one it cannot read fails at the start.
+            policy.preprocess(state.frame[None], [task])
 
     @property
     def tasks(self) -> tuple[str, ...]:
         """All instructions of the start states, sorted."""
         return tasks_of(self.starts)
-
-    @property
-    def summary(self) -> str:
-        """A line for the doctor's report."""
-        size = self.image_size
-        return f"{len(self.starts)} start states with {len(self.tasks)} tasks, {size} x {size} pixels"
 
     def episode_format(self, policy: Policy, max_decisions: int) -> EpisodeFormat:
         """Return the shapes and names that all episodes of the run share."""
@@ -100,7 +82,7 @@ class WorldFiles:
         return EpisodeFormat(
             image_size=self.image_size,
             action_spec=policy.action_spec,
-            sample=sample_format(policy),
+            sample=simulated.sample_format(policy),
             max_decisions=max_decisions,
             tasks=tasks,
             world_version=self.world_version,
@@ -119,7 +101,7 @@ def check_environment(config: TrainConfig) -> WorldFiles | SimulatorFiles:
 
 def check_world_model(config: TrainConfig) -> WorldFiles:
     """Check that world, reward model and start states exist and fit each other; loads no weights."""
-    refuse_idle(config)
+    simulated.refuse_idle(config)
     world, reward = _named(config)
     summary = world.check(config.imagination)
     starts = _starts(config, summary.image_size)
@@ -163,11 +145,11 @@ def with_world_defaults(config: TrainConfig) -> tuple[TrainConfig, WorldDefaults
     said, imagination = WorldDefaults(source="defaults"), config.imagination
     if simulator_named(config.world):
         spec = check_simulator(config).spec
-        decisions = -(-spec.max_steps // policy_chunk(config))
+        decisions = -(-spec.max_steps // named_models.policy_chunk(config))
         source = f"{spec.max_steps} steps of {spec.name}"
         said = WorldDefaults(source=source, max_decisions=decisions, simulated=True)
     else:
-        world = named_world(config.world, config.world_settings)
+        world = named_models.named_world(config.world, config.world_settings)
         if hasattr(world.kind, "defaults"):
             said = world.kind.defaults(world.folder, imagination, **world.settings)
             if imagination.context == "auto":
@@ -176,13 +158,13 @@ def with_world_defaults(config: TrainConfig) -> tuple[TrainConfig, WorldDefaults
     return replace(config, imagination=imagination, actor=actor), said
 
 
-def _named(config: TrainConfig) -> tuple[NamedModel, NamedModel]:
-    world = named_world(config.world, config.world_settings)
-    return world, named_reward(config.reward, world.folder, config.reward_settings)
+def _named(config: TrainConfig) -> tuple[named_models.NamedModel, named_models.NamedModel]:
+    world = named_models.named_world(config.world, config.world_settings)
+    return world, named_models.named_reward(config.reward, world.folder, config.reward_settings)
 
 
 def _starts(config: TrainConfig, size: int) -> list[StartState]:
-    path = assets.start_states_path(config.start_states, folder_part(config.world))
+    path = assets.start_states_path(config.start_states, named_models.folder_part(config.world))
     try:
         starts = load_start_states(path, keyframes=config.keyframes, image_size=size)
     except AssetError as error:
@@ -202,17 +184,11 @@ def _starts(config: TrainConfig, size: int) -> list[StartState]:
 def open_backend(
     config: TrainConfig, policy: Policy, device: torch.device
 ) -> tuple[WorldBackend[Any] | SimulatorBackend, StartStateStream | TrainingStarts]:
-    """Join the policy with its world on `device`, or start its simulators; close it when the actor is done.
-
-    Returns:
-        The backend, and where its episodes begin.
-    """
+    """Return the policy joined with its world on `device`, or simulators, to be closed, and its starts."""
     if simulator_named(config.world):
         files = check_simulator(config)
-        files.check_policy(policy)
         return files.play(config, policy), TrainingStarts(files.spec, config.seed, config.simulator.starts)
     environment = build_world_model(config, device)
-    check_tasks(policy, environment.starts)
     starts = StartStateStream(environment.starts, config.seed, config.keyframe_share)
     return build_imagination(config, policy, environment), starts
 
@@ -231,7 +207,7 @@ def build_imagination(config: TrainConfig, policy: Any, environment: Environment
         policy,
         world,
         environment.reward,
-        sampling_of(config),
+        named_models.sampling_of(config),
         rule=EndRule(
             max_decisions=config.actor.max_decisions,
             threshold=config.actor.success_threshold,

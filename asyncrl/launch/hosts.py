@@ -18,8 +18,8 @@ import secrets
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -91,31 +91,18 @@ def check_agree(hosts: Sequence[HostFacts]) -> None:
 
 def bind_gloo(address: str) -> None:
     """Let gloo listen at this host's address, if not empty: by itself it takes that of the host's name."""
-    if address and (interface := interface_of(address)):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-
-
-def interface_of(address: str) -> str:
-    """Return the name of the network interface that has an IPv4 address; empty if none has."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
+        for _, name in socket.if_nameindex() if address else ():
+            with suppress(OSError):  # It has no address.
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # It has no address.
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return ""
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def meet(
     config: TrainConfig, job: Job, checks: Checks, *, stop_requested: Callable[[], bool] = lambda: False
 ) -> tuple[Job, Hosts]:
-    """Meet the other hosts; every rank calls it, and with one host it returns at once.
-
-    Returns:
-        The job with the name of this start, and its hosts.
-    """
+    """Meet the other hosts on every rank; returns the job with the name of this start, and its hosts."""
     if job.size > 1 and not job.store[0]:
         raise ConfigError(
             f"WORLD_SIZE is {job.size}, but torchrun did not start this process, and ranks meet in its "
@@ -152,9 +139,9 @@ class _Meeting:
             try:
                 check_agree(facts)
                 hosts = checks(_placed(by_rank, self.job.size), facts)
-                for flag, endpoint, _ in _endpoints(hosts):
-                    open_ports.enter_context(_opened(flag, endpoint, hosts.names[0]))
-            except ConfigError as error:
+                for endpoint in (hosts.replay, hosts.weights):
+                    open_ports.enter_context(socket.create_server(address_of(endpoint), backlog=1024))
+            except (ConfigError, OSError) as error:
                 why = str(error)
             plan = {"numbers": numbers, "why": why, "hosts": asdict(hosts)}
             self.store.set(f"{start}/plan", json.dumps(plan))
@@ -174,16 +161,10 @@ class _Meeting:
             self._pause(f"Rank {missing[0]}")
             for rank in [rank for rank in missing if self.store.check([f"{start}/facts/{rank}"])]:
                 missing.remove(rank)
-                try:
-                    row: Any = json.loads(self.store.get(f"{start}/facts/{rank}"))
-                    numbers[rank] = str(row["number"])
-                    if row["facts"]:
-                        facts[rank] = HostFacts(**row["facts"])
-                except (ValueError, TypeError, KeyError, RecursionError) as error:
-                    raise RunError(
-                        f"Rank {rank} said something of its host that cannot be read ({error!r}). Do all "
-                        "hosts run the same asyncrl, and does nobody else write into torchrun's store?"
-                    ) from None
+                row: Any = json.loads(self.store.get(f"{start}/facts/{rank}"))
+                numbers[rank] = row["number"]
+                if row["facts"]:
+                    facts[rank] = HostFacts(**row["facts"])
         return numbers, dict(sorted(facts.items()))
 
     def follow(self) -> tuple[str, Hosts]:
@@ -269,27 +250,10 @@ def _placed(facts: dict[int, HostFacts], size: int) -> Hosts:
     )
 
 
-def _endpoints(hosts: Hosts) -> Iterator[tuple[str, str, str]]:
-    """Iterate over the flag of each address of the run that is set, the address, and who listens there."""
-    if hosts.replay:
-        yield "--replay.listen", hosts.replay, "the replay"
-    if hosts.weights:
-        yield "--weights.listen", hosts.weights, "the learner's weights"
-
-
-def _opened(flag: str, endpoint: str, name: str) -> socket.socket:
-    try:
-        return socket.create_server(address_of(endpoint), backlog=1024)
-    except OSError as error:
-        raise ConfigError(
-            f"{flag} is {endpoint} on {name}, but it cannot be opened ({error.strerror}). "
-            "Choose another address, or end what has it."
-        ) from None
-
-
 def _try_ports(hosts: Hosts, name: str) -> str:
     """Return which port of the first host the host `name` cannot reach; empty: none."""
-    for flag, endpoint, who in _endpoints(hosts):
+    listening = (("--replay.listen", hosts.replay, "the replay"),)
+    for flag, endpoint, who in (*listening, ("--weights.listen", hosts.weights, "the learner's weights")):
         address, port = address_of(endpoint)
         try:
             socket.create_connection((address, port), timeout=REACH_DEADLINE).close()

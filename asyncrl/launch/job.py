@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 HOSTS: Final = "hosts"
 """Folder of a run with a folder for each host but the first, named by the lowest rank there."""
 STORE_DEADLINE: Final = 30.0
-MOST_RANKS: Final = 4096  # of one run: eight hosts have 64
 POLL_INTERVAL: Final = 0.05
 RUN, _RUN_DIR = "run_facts", "run_dir"
 _FAILED: Final = "failed-rank-"
@@ -68,25 +67,24 @@ class Job:
 def read_job(environ: Mapping[str, str] = os.environ) -> Job:
     """Read torchrun's variables."""
 
-    def number(name: str, absent: int = 0, least: int = 0, most: int = MOST_RANKS) -> int:
+    def number(name: str, absent: int = 0) -> int:
         text = environ.get(name) or str(absent)
-        if not (text.isdecimal() and len(text) < 20 and least <= int(text) <= most):
+        if not text.isdecimal():
             raise ConfigError(
-                f"The environment variable {name} is {shortened(text)}, expected a whole number of {least} "
-                f"to {most}. torchrun sets it; unset it for a single process."
+                f"The environment variable {name} is {shortened(text)}, expected a whole number. torchrun "
+                "sets it; unset it for a single process."
             )
         return int(text)
 
-    size, by_torchrun = number("WORLD_SIZE", 1, 1), environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    port = number("MASTER_PORT", 0, 1, 65_535) if by_torchrun else 0
+    size, by_torchrun = number("WORLD_SIZE", 1), environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Job(
-        rank=number("RANK", most=size - 1),
+        rank=number("RANK"),
         size=size,
         local_rank=number("LOCAL_RANK"),
-        local_size=number("LOCAL_WORLD_SIZE", size, 1),
-        store=(environ.get("MASTER_ADDR", ""), port) if by_torchrun else ("", 0),
+        local_size=number("LOCAL_WORLD_SIZE", size),
+        store=(environ.get("MASTER_ADDR", ""), number("MASTER_PORT")) if by_torchrun else ("", 0),
         name=environ.get("TORCHELASTIC_RUN_ID", ""),
-        restarts=number("TORCHELASTIC_RESTART_COUNT", most=10**9),
+        restarts=number("TORCHELASTIC_RESTART_COUNT"),
     )
 
 
@@ -108,11 +106,7 @@ class Hosts:
 
     @classmethod
     def of_sizes(cls, sizes: Sequence[int]) -> Hosts:
-        """Return hosts of which only the numbers of ranks are known.
-
-        >>> Hosts.of_sizes((2, 3)).ranks(1)
-        range(2, 5)
-        """
+        """Return hosts of which only the numbers of ranks are known."""
         return cls(
             names=tuple(f"host {number}" for number in range(len(sizes))),
             first_ranks=(0, *accumulate(sizes[:-1])),
@@ -126,11 +120,7 @@ class Hosts:
         return len(self.names) > 1
 
     def of(self, rank: int) -> int:
-        """Return the number of a rank's host.
-
-        >>> Hosts(names=("a", "b"), first_ranks=(0, 4), size=6).of(4)
-        1
-        """
+        """Return the number of a rank's host."""
         return bisect_right(self.first_ranks, rank) - 1
 
     def ranks(self, number: int) -> range:

@@ -5,7 +5,8 @@ A name is a shipped one, a folder that a built-in class reads, or 'package.modul
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from asyncrl.policies.acceleration import FLAG, enable_gradient_checkpointing, u
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.policies.lora import add_lora
 from asyncrl.policies.openvla.files import PublishedOptions, open_folder
-from asyncrl.records import ModelSummary, StartState
+from asyncrl.records import ModelSummary
 from asyncrl.rewards.resnet import ResNetReward
 from asyncrl.storage import assets, checkpoint
 from asyncrl.storage.atomic import read_json
@@ -53,7 +54,9 @@ def named_policy(text: str, settings: Iterable[str] = ()) -> NamedModel:
     """Resolve --policy."""
     if registry.names_code(text):
         return _of_user("policy", text, settings)
-    folder, keywords = _policy_folder(text), registry.keywords("--policy-settings", settings)
+    if (title := world_title(Path(text))) and text not in assets.shipped("policy"):  # It may look like one.
+        raise CheckpointError(f"--policy {text} is a world model ({title}'s). Give it as --world.")
+    folder, keywords = assets.policy_folder(text), registry.keywords("--policy-settings", settings)
     saved = read_json(folder / "config.json").get("asyncrl")  # openvla.files.SECTION
     decoding = keywords.get("decoding") or (saved.get("decoding") if isinstance(saved, dict) else "")
     name = "openvla" if decoding == "autoregressive" else "openvla_oft"
@@ -84,19 +87,6 @@ def _of_user(kind: str, text: str, settings: Iterable[str]) -> NamedModel:
         folder=(checkpoint.latest(Path(folder)) if kind == "policy" else None) or Path(folder),
         settings=registry.keywords(f"--{kind}-settings", settings),
     )
-
-
-def _policy_folder(text: str) -> Path:
-    """Find a policy's folder; a world's, which may look like one, is refused as a world."""
-    try:
-        folder, cause = assets.policy_folder(text), None
-    except CheckpointError as error:
-        folder, cause = Path(text), error
-    if title := world_title(folder):
-        raise CheckpointError(f"--policy {text} is a world model ({title}'s). Give it as --world.") from cause
-    if cause is not None:
-        raise cause
-    return folder
 
 
 def folder_part(text: str) -> str:
@@ -142,9 +132,8 @@ def load_policy_version(config: TrainConfig, folder: Path | None, device: torch.
 def build_policy(config: TrainConfig, device: torch.device, *, learns: bool = False) -> Policy:
     """Load the policy that the run begins with: for an actor, or as the learner trains it.
 
-    With --lora.rank it gets fresh adapters; an actor's are replaced by the first version of the weights.
-    A critic of the right level in the policy's folder is kept. A resumed run loads trained weights only
-    afterwards, so copies of frozen ones that are rounded here stay right.
+    Adapters are fresh, and a critic of the right level in the policy's folder is kept. A resume loads trained
+    weights only afterwards, so copies of frozen ones that are rounded here stay right.
     """
     rounded = learns and config.learner.frozen_precision == "float8"
     if rounded:
@@ -191,13 +180,6 @@ def sampling_of(config: TrainConfig) -> SamplingParams:
     return SamplingParams(temperature=config.algorithm.temperature, top_k=config.algorithm.top_k)
 
 
-def check_tasks(policy: Policy, starts: Sequence[StartState]) -> None:
-    """Let the policy read every instruction once, so that one it cannot read fails at the start."""
-    first = {state.task: state for state in starts}
-    for task, state in first.items():
-        policy.preprocess(state.frame[None], [task])
-
-
 # ---- the settings of a run -----------------------------------------------------------------------
 
 
@@ -227,20 +209,18 @@ def settings_of_run(run_dir: Path) -> RunSettings:
     config = load_file(run_dir / "config.json")
     if registry.names_code(config.world):
         return RunSettings(config=config)
-    if own := assets.simulator_named(config.world):
-        settings = without_code(config.world_settings)
-        return RunSettings(config=config, simulator=own, simulator_settings=settings)
-    tasks, named = (), config.evaluation.simulator
-    try:
-        path = assets.start_states_path(config.start_states, folder_part(config.world))
-        starts = load_start_states(path, keyframes=config.keyframes)
-        tasks = tuple(sorted({state.task for state in starts}))
-    except (AsyncRLError, OSError):  # A run can be evaluated where its start states are not.
-        pass
-    if registry.names_code(named) or not named:
-        return RunSettings(config=config, tasks=tasks, simulator=simulator_of_tasks(tasks))
-    settings = without_code(config.evaluation.simulator_settings)
-    return RunSettings(config=config, tasks=tasks, simulator=named, simulator_settings=settings)
+    tasks, simulator, settings = (), assets.simulator_named(config.world), config.world_settings
+    if not simulator:
+        with suppress(AsyncRLError, OSError):  # A run can be evaluated where its start states are not.
+            path = assets.start_states_path(config.start_states, folder_part(config.world))
+            states = load_start_states(path, keyframes=config.keyframes)
+            tasks = tuple(sorted({state.task for state in states}))
+        simulator, settings = config.evaluation.simulator, config.evaluation.simulator_settings
+        if registry.names_code(simulator) or not simulator:
+            simulator, settings = simulator_of_tasks(tasks), ()
+    return RunSettings(
+        config=config, tasks=tasks, simulator=simulator, simulator_settings=without_code(settings)
+    )
 
 
 def without_code(settings: tuple[str, ...]) -> tuple[str, ...]:

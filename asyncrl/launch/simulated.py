@@ -8,9 +8,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from functools import lru_cache
-from operator import attrgetter
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -20,11 +18,13 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.evaluation.evaluate import check_fits
 from asyncrl.launch.named_models import sampling_of
+from asyncrl.observability.logger import flat
 from asyncrl.policies.interface import Policy
 from asyncrl.records import StartState
 from asyncrl.replay.interface import ENDLESS, EpisodeFormat, SimulatorFormat
 from asyncrl.simulators.interface import SimStart, SimulatorSource, SimulatorSpec, random_start, stored_start
 from asyncrl.storage.assets import SIMULATOR_ALIASES, simulator_named
+from asyncrl.worlds.start_states import start_state_at
 
 if TYPE_CHECKING:
     from asyncrl.actors.play import SimulatorBackend
@@ -46,16 +46,6 @@ class SimulatorFiles:
     def image_size(self) -> int:
         """Height and width of the pictures in pixels."""
         return self.spec.image_size
-
-    @property
-    def summary(self) -> str:
-        """A line for the doctor's report."""
-        spec, where = self.spec, "seeds" if not self.spec.trials else f"{self.spec.trials} stored starts each"
-        return (
-            f"simulator {spec.name}: {len(spec.tasks)} tasks ({where}), {len(spec.cameras)} cameras of "
-            f"{spec.image_size} x {spec.image_size} pixels, {spec.state_dim} numbers of state, at most "
-            f"{spec.max_steps} steps"
-        )
 
     def check_policy(self, policy: Policy) -> None:
         """Refuse a policy that cannot play here, or cannot read one of the tasks."""
@@ -92,13 +82,6 @@ class SimulatorFiles:
         with _about_world():
             source = sized_for(self.source, policy)
             pool = SimulatorPool(source, workers)
-        if pool.spec.lockstep and config.actor.pipeline_stages > 1:
-            pool.close()
-            raise ConfigError(
-                f"--actor.pipeline-stages is {config.actor.pipeline_stages}, but --world {config.world} "
-                "steps all its places together, so one half would wait for the other. Use "
-                "--actor.pipeline-stages 1."
-            )
         cameras, shows_state = inputs_of(policy, pool.spec)
         return SimulatorBackend(
             policy,
@@ -159,41 +142,40 @@ def check_simulator(config: TrainConfig) -> SimulatorFiles:
     )
     with _about_world():
         spec = source.spec()
+    if spec.lockstep and config.actor.pipeline_stages > 1:
+        raise ConfigError(
+            f"--actor.pipeline-stages is {config.actor.pipeline_stages}, but --world {config.world} steps "
+            "all its places together: one half would wait for the other. Use --actor.pipeline-stages 1."
+        )
     TrainingStarts(spec, config.seed, settings.starts)  # Refuses starts that are not there.
     return SimulatorFiles(source=source, spec=spec)
 
 
+_IDLE_IN_SIMULATORS: Final = (
+    ("there is no world model that imagines", ("imagination",)),
+    ("a simulator says itself what succeeds", ("reward", "reward-settings", "guard.kind")),
+    ("its starts are its own (--simulator.starts)", ("start-states", "keyframes", "keyframe-share")),
+    ("there is no reward model whose scores are read", ("actor.success-threshold", "actor.success-frames")),
+)
+_IDLE_IN_WORLDS: Final = (("nothing is simulated in it", ("simulator",)),)
+
+
 def refuse_idle(config: TrainConfig) -> None:
     """Refuse settings that do nothing in --world: those of world models in a simulator, and the reverse."""
+    kind, idle = "a world model", _IDLE_IN_WORLDS
+    instead = f"name a simulator: {', '.join(SIMULATOR_ALIASES)}, libero_spatial ..."
     if simulator_named(config.world):
-        kind, reasons = "a simulator", _idle_in_simulators(config)
+        kind, idle = "a simulator", _IDLE_IN_SIMULATORS
         instead = f"choose a world model; a folder called so is written ./{config.world}"
-    else:
-        kind = "a world model"
-        reasons = {f"simulator.{x.name}": "nothing is simulated in it" for x in fields(config.simulator)}
-        instead = f"name a simulator: {', '.join(SIMULATOR_ALIASES)}, libero_spatial ..."
-    default = TrainConfig()
-    for name, reason in reasons.items():
-        if attrgetter(name)(config) != attrgetter(name)(default):
+        if "world=" in config.placement or config.placement == "hybrid":
+            idle += (("it gives a device to a world model", ("placement",)),)
+    default = flat(asdict(TrainConfig()))
+    for flag, value in flat(asdict(config)).items():
+        why = next((why for why, names in idle if {flag, flag.partition(".")[0]} & {*names}), "")
+        if why and value != default[flag]:
             raise ConfigError(
-                f"--{name.replace('_', '-')} is set, but --world {config.world} is {kind}: {reason}. "
-                f"Leave it out, or {instead}."
+                f"--{flag} is set, but --world {config.world} is {kind}: {why}. Leave it out, or {instead}."
             )
-
-
-def _idle_in_simulators(config: TrainConfig) -> dict[str, str]:
-    own_starts = "its starts are its own (--simulator.starts)"
-    no_scores = "there is no reward model whose scores are read"
-    reasons = {
-        f"imagination.{x.name}": "there is no world model that imagines" for x in fields(config.imagination)
-    }
-    reasons |= dict.fromkeys(("reward", "reward_settings"), "a simulator says itself what succeeds")
-    reasons |= dict.fromkeys(("start_states", "keyframes", "keyframe_share"), own_starts)
-    reasons |= dict.fromkeys(("actor.success_threshold", "actor.success_frames"), no_scores)
-    reasons["guard.kind"] = "its successes are true"
-    if "world=" in config.placement or config.placement == "hybrid":
-        reasons["placement"] = "it gives a device to a world model"
-    return reasons
 
 
 class TrainingStarts:
@@ -222,8 +204,7 @@ class TrainingStarts:
         from asyncrl.simulators.rollout import HELD_OUT
 
         tasks = len(self.spec.tasks) if self.spec.trials else 1
-        turn, place = divmod(n, tasks)
-        task = _shuffled(tasks, self.seed, turn)[place]
+        task = start_state_at(range(tasks), self.seed, n)
         drawn = np.random.default_rng([self.seed, n, 1])
         if self.kind == "random":
             seed = int(drawn.integers(HELD_OUT // tasks)) * tasks + task
@@ -234,11 +215,6 @@ class TrainingStarts:
     def left(self, quarantined: Collection[str]) -> int:
         """Return the number of starts that remain: there are always others."""
         return ENDLESS
-
-
-@lru_cache(maxsize=8)
-def _shuffled(count: int, seed: int, turn: int) -> tuple[int, ...]:
-    return tuple(np.random.default_rng([seed, turn]).permutation(count).tolist())
 
 
 @contextmanager

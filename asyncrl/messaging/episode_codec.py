@@ -99,15 +99,6 @@ def as_bytes(array: NDArray[Any]) -> memoryview:
     return little.reshape(-1).view(np.uint8).data
 
 
-def check_sizes(lengths: Sequence[int]) -> None:
-    """Check the sizes of arrays or frames, and their sum."""
-    if max(lengths) > MAX_FRAME_BYTES or sum(lengths) > MAX_MESSAGE_BYTES:
-        raise WireError(
-            f"the largest frame or array has {max(lengths)} bytes and all have {sum(lengths)}; allowed are "
-            f"{MAX_FRAME_BYTES} and {MAX_MESSAGE_BYTES}. Smaller images or --replay.keep-video-every 0 help."
-        )
-
-
 def write_arrays(episode: Episode) -> tuple[list[list[Any]], list[Buffer]]:
     """Return the header's entries and the frames of an episode's arrays, without copies."""
     entries: list[list[Any]] = []
@@ -118,7 +109,6 @@ def write_arrays(episode: Episode) -> tuple[list[list[Any]], list[Buffer]]:
         frame = as_bytes(array)
         entries.append([name, array.dtype.name, list(array.shape), zlib.crc32(frame)])
         payload.append(frame)
-    check_sizes([len(frame) for frame in payload])
     return entries, payload
 
 
@@ -134,7 +124,9 @@ def read_episode(scalars: Any, arrays: Any, frames: Sequence[Buffer], *, schema:
     for entry in arrays:
         if not (isinstance(entry, list) and len(entry) == 4 and isinstance(entry[0], str)):
             raise WireError(f"the entry of an array is {shown(entry)}.")
-        if not (isinstance(entry[2], list) and all(_is_size(size) for size in entry[2])):
+        if not (
+            isinstance(entry[2], list) and all(type(x) is int and 0 <= x <= MAX_DIMENSION for x in entry[2])
+        ):
             raise WireError(f"{entry[0][:80]} has shape {shown(entry[2])}.")
     if len(arrays) != len(frames):
         raise WireError(f"{len(arrays)} arrays in the header, but {len(frames)} frames.")
@@ -147,7 +139,6 @@ def read_episode(scalars: Any, arrays: Any, frames: Sequence[Buffer], *, schema:
         nbytes = math.prod(shape) * np.dtype(spec.dtype).itemsize
         if len(frame) != nbytes or (0 in shape and spec.shape[0] != "M"):
             raise WireError(f"{name} has shape {shape}, but its frame has {len(frame)} bytes.")
-    check_sizes([len(frame) for frame in frames])
     read: dict[str, Any] = {}
     for (name, spec), entry, content in zip(specs.items(), arrays, frames, strict=True):
         if type(entry[3]) is not int or zlib.crc32(content) != entry[3]:
@@ -157,10 +148,6 @@ def read_episode(scalars: Any, arrays: Any, frames: Sequence[Buffer], *, schema:
         in_place = views and little.itemsize == 1  # Wider ones may not be aligned.
         read[name] = array.astype(spec.dtype, copy=not in_place)
     return Episode(**scalars, **as_fields(read))
-
-
-def _is_size(size: object) -> bool:
-    return type(size) is int and 0 <= size <= MAX_DIMENSION
 
 
 def _check_id(episode_id: str) -> None:

@@ -58,13 +58,7 @@ def ipc_endpoint(folder: Path, name: str = "replay") -> str:
 def check_endpoint(
     endpoint: str, security: Security | None = None, *, any_port: bool = False, keys_follow: bool = False
 ) -> str:
-    """Return `endpoint` if it is safe, else raise a ConfigError.
-
-    Args:
-        security: Its keys; None for an address that only this host reaches.
-        any_port: Whether port 0, a free one, is allowed.
-        keys_follow: Whether keys will be made later.
-    """
+    """Return an endpoint that is safe with these keys or ones that follow; `any_port`: 0 is a free one."""
     kind, _, rest = endpoint.partition("://")
     if kind == "ipc" and rest.startswith("/"):
         _check_ipc(endpoint, Path(rest))

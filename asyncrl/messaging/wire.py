@@ -27,17 +27,8 @@ from asyncrl.episode_layout import (
     version_of,
 )
 from asyncrl.errors import WireError
-from asyncrl.messaging.episode_codec import (
-    Buffer,
-    LongText,
-    check_keys,
-    check_sizes,
-    check_value,
-    read_episode,
-    scalars_of,
-    shown,
-    write_arrays,
-)
+from asyncrl.messaging import episode_codec as codec
+from asyncrl.messaging.episode_codec import Buffer, LongText
 from asyncrl.records import Episode
 
 MAGIC: Final = b"ARL1"
@@ -122,8 +113,8 @@ def encode(kind: str, episode: Episode | None = None, /, **fields: Any) -> list[
     payload: list[Buffer] = []
     schema = SCHEMA_VERSION if episode is None else version_of(episode)
     if episode is not None:
-        header["episode"] = scalars_of(episode)
-        header["arrays"], payload = write_arrays(episode)
+        header["episode"] = codec.scalars_of(episode)
+        header["arrays"], payload = codec.write_arrays(episode)
     frames: list[Buffer] = [write_header(header, schema), *payload]
     _check_sizes(frames)
     return frames
@@ -137,7 +128,7 @@ def decode(frames: Sequence[Buffer], *, views: bool = False) -> Message:
     schema = _check_schema(header, SCHEMA_VERSIONS if with_episode else (SCHEMA_VERSION,))
     kind = header.pop("kind", None)
     if not isinstance(kind, str) or kind not in KINDS:
-        raise WireError(f"kind {shown(kind)} is unknown. Known: {', '.join(KINDS)}.")
+        raise WireError(f"kind {codec.shown(kind)} is unknown. Known: {', '.join(KINDS)}.")
     scalars, arrays = header.pop("episode", None), header.pop("arrays", None)
     check_fields(kind, header, KINDS)
     if kind not in WITH_EPISODE:
@@ -146,11 +137,11 @@ def decode(frames: Sequence[Buffer], *, views: bool = False) -> Message:
                 f"{kind!r} carries no episode, but came with one or with {len(frames) - 1} arrays."
             )
         return Message(kind=kind, fields=header)
-    episode = read_episode(scalars, arrays, frames[1:], schema=schema, views=views)
+    episode = codec.read_episode(scalars, arrays, frames[1:], schema=schema, views=views)
     if schema != version_of(episode):
         raise WireError(
-            f"a sample of {shown(list(episode.sample))} with {episode.steps_taken} steps taken is not of "
-            f"schema version {schema}."
+            f"a sample of {codec.shown(list(episode.sample))} with {episode.steps_taken} steps taken is not "
+            f"of schema version {schema}."
         )
     return Message(kind=kind, fields=header, episode=episode)
 
@@ -163,7 +154,12 @@ def _check_sizes(frames: Sequence[Buffer]) -> None:
         raise WireError(
             f"the header has {lengths[0]} bytes; allowed are {_PREFIX.size} to {MAX_HEADER_BYTES}."
         )
-    check_sizes(lengths)
+    if max(lengths) > codec.MAX_FRAME_BYTES or sum(lengths) > codec.MAX_MESSAGE_BYTES:
+        raise WireError(
+            f"the largest frame or array has {max(lengths)} bytes and all have {sum(lengths)}; allowed are "
+            f"{codec.MAX_FRAME_BYTES} and {codec.MAX_MESSAGE_BYTES}. Smaller images or "
+            "--replay.keep-video-every 0 help."
+        )
 
 
 def write_header(header: dict[str, Any], schema: int = SCHEMA_VERSION) -> bytes:
@@ -199,8 +195,8 @@ def _check_schema(header: dict[str, Any], allowed: tuple[int, ...]) -> int:
     schema = header.pop("schema", None)
     if type(schema) is not int or schema not in allowed:
         raise WireError(
-            f"the peer speaks schema version {shown(schema)}, this side {allowed[-1]} (asyncrl "
-            f"{shown(header.get('package', 'of unknown version'))} there, {__version__!r} here). "
+            f"the peer speaks schema version {codec.shown(schema)}, this side {allowed[-1]} (asyncrl "
+            f"{codec.shown(header.get('package', 'of unknown version'))} there, {__version__!r} here). "
             "Run the same asyncrl version on both sides."
         )
     return schema
@@ -221,6 +217,6 @@ def check_fields(kind: str, fields: dict[str, Any], kinds: dict[str, dict[str, t
     """Check the fields of a message against the table of kinds."""
     if kind not in kinds:
         raise WireError(f"kind {kind[:40]!r} is unknown. Known: {', '.join(kinds)}.")
-    check_keys(kind, fields, kinds[kind])
+    codec.check_keys(kind, fields, kinds[kind])
     for name, expected in kinds[kind].items():
-        check_value(f"{kind}.{name}", fields[name], expected)
+        codec.check_value(f"{kind}.{name}", fields[name], expected)

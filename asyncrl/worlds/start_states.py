@@ -16,7 +16,7 @@ import math
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import h5py
 import numpy as np
@@ -28,6 +28,7 @@ from asyncrl.storage.atomic import replacing
 from asyncrl.storage.untrusted import dataset_in, open_hdf5
 from asyncrl.worlds.rlinf_start_states import load_trajectories, load_trajectory
 
+T = TypeVar("T")
 FORMAT: Final = "asyncrl-start-states-1"
 _SUFFIXES: Final = (".h5", ".hdf5")
 
@@ -180,7 +181,7 @@ def _shuffled(count: int, seed: int, turn: int) -> tuple[int, ...]:
     return tuple(np.random.default_rng([seed, turn]).permutation(count).tolist())
 
 
-def start_state_at(states: Sequence[StartState], seed: int, n: int) -> StartState:
+def start_state_at(states: Sequence[T], seed: int, n: int) -> T:
     """Return the n-th start state of the stream `seed`: all states in random order, again and again."""
     round_number, position = divmod(n, len(states))
     return states[_shuffled(len(states), seed, round_number)[position]]

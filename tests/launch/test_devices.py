@@ -7,8 +7,9 @@ import os
 import pytest
 import torch
 
+import asyncrl
 from asyncrl.config.run import TrainConfig
-from asyncrl.devices.tensors import pick_device
+from asyncrl.devices.tensors import INDUCTOR, TRITON, compiler_cache_folder, pick_device, use_compiler_cache
 from asyncrl.errors import ConfigError
 from asyncrl.launch.job import Job
 from asyncrl.launch.placement import parse_placement, transport_of
@@ -99,10 +100,46 @@ def test_an_actor_gives_way_where_it_shares_a_gpu_with_a_learner(
     placed = parse_placement(placement, ranks)
     give_way("auto", placed, range(ranks), (rank, placed.world_of(rank)))
     assert os.environ.get(PRIORITY) == ("1" if lower else None)
-
-
-def test_a_priority_that_the_user_chose_stays(gpus, monkeypatch):
-    gpus(1)
-    monkeypatch.setenv(PRIORITY, "0")
-    give_way("auto", parse_placement("auto", 1), range(1), (0,))
+    monkeypatch.setenv(PRIORITY, "0")  # The user's own stays.
+    give_way("auto", placed, range(ranks), (rank, placed.world_of(rank)))
     assert os.environ[PRIORITY] == "0"
+
+
+# ---- compiled code -------------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in (INDUCTOR, TRITON):
+        monkeypatch.setenv(name, "")  # So that it is put back afterwards.
+        monkeypatch.delenv(name)
+    return tmp_path / "cache"
+
+
+def test_compiled_code_is_kept_for_the_user_alone_by_versions_and_device(cache, monkeypatch):
+    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir, triton_cache_dir
+
+    assert cache_dir() == os.environ[INDUCTOR] == default_cache_dir()  # As its imports leave the variable.
+    use_compiler_cache(CPU)
+    folder = cache / "asyncrl" / "compiled" / f"{asyncrl.__version__}-{torch.__version__}-cpu"
+    assert (os.environ[INDUCTOR], os.environ[TRITON]) == (str(folder), str(folder / "triton"))
+    assert (cache_dir(), triton_cache_dir(0)) == (str(folder), str(folder / "triton"))
+    assert folder.stat().st_mode & 0o077 == 0
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3 / x")
+    assert compiler_cache_folder(torch.device("cuda", 0)).name.endswith("-NVIDIA_H100_80GB_HBM3_x")
+
+
+def test_a_folder_of_compiled_code_that_the_user_chose_stays(cache, monkeypatch):
+    monkeypatch.setenv(INDUCTOR, "/mine")
+    use_compiler_cache(CPU)
+    assert os.environ[INDUCTOR] == "/mine"
+
+
+def test_where_the_folder_cannot_be_made_torch_keeps_its_own(cache, caplog):
+    cache.write_text("a file")
+    use_compiler_cache(CPU)
+    assert INDUCTOR not in os.environ
+    assert INDUCTOR in caplog.text

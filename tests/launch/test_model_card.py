@@ -83,6 +83,10 @@ def test_a_measured_version_has_its_rate_interval_simulator_and_temperature(tmp_
     assert "| **40, this one** | 50.0% | 38.1% to 61.9% | 64 | `tabletop` | 1.6 |" in told
     assert "| 0 | 25.0% | 16.0% to 36.8% |" in told
     assert "**Selected**: the best of 2 measured versions, by these very episodes" in told
+    worse = card_of(make_run(tmp_path / "worse", measured(20, 40), measured(40, 32)))
+    assert "| 20 | 62.5% |" in worse
+    alone = card_of(make_run(tmp_path / "alone", measured(40, 32), name="best"))
+    assert "Selected" not in worse + alone, "only the best of several"
 
 
 def test_imagined_success_stands_apart_and_stops_at_the_version(tmp_path: Path) -> None:
@@ -99,13 +103,6 @@ def test_of_a_version_that_was_not_measured_no_rate_is_there(
     assert "This version was not measured." in told
     assert re.findall(r"^\| (\S+) \| \d", told, re.MULTILINE) == [str(version) for version in versions]
     assert bool(re.search(r"\d%", told)) == bool(versions)
-
-
-def test_only_the_best_of_several_versions_is_called_selected(tmp_path: Path) -> None:
-    text = card_of(make_run(tmp_path / "worse", measured(20, 40), measured(40, 32)))
-    assert "| 20 | 62.5% |" in text
-    assert "Selected" not in text
-    assert "Selected" not in card_of(make_run(tmp_path / "alone", measured(40, 32), name="best"))
 
 
 def test_settings_are_the_runs_and_paths_lose_what_tells_of_their_owner(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_stored_starts_that_evaluations_play_must_be_asked_for_by_that_name() ->
         (["--imagination.context", "frames"], r"--imagination.context is set.*no world model"),
         (["--imagination.compile"], r"--imagination.compile is set"),
         (["--no-keyframes"], r"--keyframes is set.*--simulator.starts"),
-        (["--guard.kind", "lasting"], r"--guard.kind is set.*its successes are true"),
+        (["--guard.kind", "lasting"], r"--guard.kind is set.*says itself what succeeds"),
         (["--start-states", "x.h5"], r"--start-states is set"),
         (["--reward", "runs/reward"], r"--reward is set.*says itself what succeeds"),
         (["--actor.success-threshold", "0.5"], r"--actor.success-threshold is set.*no reward model"),

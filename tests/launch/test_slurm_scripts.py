@@ -16,7 +16,6 @@ from support.whole_runs import PATIENCE
 SCRIPTS = ROOT / "torchrun_scripts"
 BATCH = ("slurm_train.sbatch", "slurm_nodes.sbatch")
 NODES = [f"node-{number}" for number in (1, 2, 3)]
-PAGE = ROOT / "docs" / "cluster.md"
 # One write a line: srun and torchrun note at the same time.
 NOTE = 'printf -v line " <%s>" "$@"; printf "%s\\n" "${0##*/}$line" >> "$CALLS"\n'
 TORCHRUN = """
@@ -194,11 +193,6 @@ def test_a_signal_asks_the_ranks_to_save_and_usr1_puts_the_job_back_into_the_que
     assert [line for line in calls(job) if "requeue" in line] == ["scontrol <requeue> <4711>"] * requeued
 
 
-@pytest.mark.parametrize("name", [*BATCH, "slurm_node.sh", "slurm_common.sh"])
-def test_the_slurm_scripts_are_valid_shell(name):
-    subprocess.run(["bash", "-n", str(SCRIPTS / name)], check=True, timeout=20)
-
-
 def directives(script):
     """`#SBATCH` lines of a script: name -> value."""
     lines = re.findall(r"^#SBATCH (--[\w-]+)(?:=(.*))?$", (SCRIPTS / script).read_text(), re.M)
@@ -211,16 +205,6 @@ def test_the_scripts_ask_slurm_for_the_same_but_the_number_of_nodes_and_what_one
     assert several.keys() - one.keys() == {"--no-kill"}
     assert not one.keys() - several.keys()
     assert {"--requeue", "--signal", "--open-mode"} <= one.keys()
-
-
-@pytest.mark.parametrize("script", BATCH)
-def test_the_page_says_what_the_scripts_ask_for(script):
-    page = PAGE.read_text()
-    for name, value in directives(script).items():
-        if name in ("--requeue", "--no-kill", "--signal", "--open-mode", "--time"):
-            assert f"`{name}{f'={value}' if value else ''}`" in page
-    assert "`ASYNCRL_PORT`" in page
-    assert "ASYNCRL_PORT" in (SCRIPTS / "slurm_nodes.sbatch").read_text()
 
 
 def test_the_flags_that_the_scripts_pass_to_torchrun_exist():

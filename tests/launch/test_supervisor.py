@@ -162,21 +162,19 @@ def test_a_killed_child_is_reported_by_the_signals_name(tmp_path):
         child.poll()
 
 
-def test_stop_asks_and_the_child_ignored_ctrl_c(tmp_path):
+@pytest.mark.parametrize(
+    ("function", "deadline", "number"),
+    [(ignore_interrupts_and_wait, DEADLINE, signal.SIGTERM), (refuse_to_stop, 0.1, signal.SIGKILL)],
+    ids=["asked, after it ignored Ctrl-C", "does not listen"],
+)
+def test_stop_asks_and_then_ends(tmp_path, function, deadline, number):
     ready = tmp_path / "ready"
-    child = Supervisor("actor", target(ignore_interrupts_and_wait), (str(ready),), tmp_path / "log", 5)
+    child = Supervisor("actor", target(function), (str(ready),), tmp_path / "log", 5)
     wait_until(ready.exists, "the start of the child")
-    assert child.stop(DEADLINE) == -signal.SIGTERM
+    assert child.stop(deadline) == -number
+    assert ended(child.pid)
     child.poll()
     assert (child.respawns, child.finished) == (0, True)
-
-
-def test_stop_ends_a_child_that_does_not_listen(tmp_path):
-    ready = tmp_path / "ready"
-    child = Supervisor("actor", target(refuse_to_stop), (str(ready),), tmp_path / "log", 5)
-    wait_until(ready.exists, "the start of the child")
-    assert child.stop(0.1) == -signal.SIGKILL
-    assert ended(child.pid)
 
 
 def test_no_child_outlives_a_parent_that_was_killed(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
+from asyncrl.observability import process_status
 from asyncrl.storage import checkpoint
 from support import ROOT
 from support.whole_runs import TORCHRUN, TRAIN, Program, left_over, reach, rows
@@ -64,37 +65,14 @@ def test_a_learner_that_is_killed_ends_the_run_with_an_error(flags: list[str], t
     with Program(tmp_path, "said", endless) as program:
         process = program.process
         reach(run, 1, process, 90)
-        victim = next(int(pid) for pid in learner_ranks(tmp_path) if rank_of(pid) == "1")
+        victim = next(found.pid for found in process_status.read(run) if found.role == "learner-1")
         began = time.monotonic()
         os.kill(victim, signal.SIGKILL)
         assert process.wait(60) != 0
         said = program.said()
     assert time.monotonic() - began < 50
     assert "another rank is gone" in said or "SIGKILL" in said
-    until = time.monotonic() + 10
-    while left_over(tmp_path) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert left_over(tmp_path) == []
-
-
-def learner_ranks(tmp_path: Path) -> list[str]:
-    """Processes of torchrun's ranks: those that run train.sh, not torchrun itself."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (folder / "cmdline").read_text().split("\0")
-            mine = f"MARK={tmp_path}\0".encode() in (folder / "environ").read_bytes()
-        except OSError:
-            continue
-        is_rank = any(part.endswith("train.sh") for part in command) and TORCHRUN[2] not in command
-        if mine and is_rank:
-            found.append(folder.name)
-    return found
-
-
-def rank_of(pid: str) -> str:
-    variables = (Path("/proc") / pid / "environ").read_bytes().decode().split("\0")
-    return next((text[5:] for text in variables if text.startswith("RANK=")), "")
+    assert left_over(tmp_path, patience=10.0) == []
 
 
 @pytest.mark.timeout(120)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,15 +18,14 @@ from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.launch import endpoints
 from asyncrl.launch.job import Hosts, Job
 from asyncrl.launch.placement import Placement
-from asyncrl.launch.roles import open_run_replay
 from asyncrl.messaging.keys import ClientKeys, create_keys, load_client_keys, load_server_keys
 from asyncrl.messaging.sockets import bind_router, check_endpoint
 from asyncrl.messaging.wire import encode
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
-from asyncrl.replay.server import serve_replay
 from support.replay import next_batch
-from support.replay_server import CONFIG, acquire, push_group, until
+from support.replay_server import CONFIG, Served, acquire, push_group, until
 from support.sockets import connect_dealer
+from support.whole_runs import free_port
 
 
 @pytest.fixture
@@ -148,30 +145,12 @@ def test_a_run_that_would_listen_openly_is_refused_before_it_starts(
         config(keys=str(keys))
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
 @contextmanager
 def served(folder: Path, keys: Path | None) -> Iterator[str]:
     """A replay on loopback tcp; yields its endpoint."""
-    endpoint, stop, ready = f"tcp://127.0.0.1:{free_port()}", threading.Event(), threading.Event()
-    security = load_server_keys(keys) if keys else None
-    thread = threading.Thread(
-        target=serve_replay,
-        args=(open_run_replay(folder / "replay", CONFIG), endpoint),
-        kwargs={"security": security, "stop_event": stop, "ready": ready.set},
-    )
-    thread.start()
-    try:
-        assert ready.wait(10)
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    with Served(folder / "replay", endpoint, security=load_server_keys(keys) if keys else None):
         yield endpoint
-    finally:
-        stop.set()
-        thread.join(10)
-        assert not thread.is_alive()
 
 
 def test_an_admitted_clients_episodes_arrive(tmp_path: Path, keys: Path) -> None:
@@ -245,18 +224,19 @@ def wrong_server(keys: Path) -> ClientKeys:
 
 
 @pytest.mark.parametrize(
-    ("security", "why"),
+    ("security", "secured", "why"),
     [
-        (unknown, "not on its allow-list"),
-        (lambda keys: None, "one side uses keys"),
-        (wrong_server, "is not its public key"),
+        (unknown, True, "not on its allow-list"),
+        (lambda keys: None, True, "one side uses keys"),
+        (wrong_server, True, "is not its public key"),
+        (lambda keys: load_client_keys(keys, "actor-0"), False, "one side uses keys"),
     ],
-    ids=["unknown key", "no keys", "wrong server key"],
+    ids=["unknown key", "no keys", "wrong server key", "replay without keys"],
 )
 def test_who_is_not_admitted_is_told_before_the_deadline(
-    tmp_path: Path, keys: Path, security: Callable[[Path], ClientKeys | None], why: str
+    tmp_path: Path, keys: Path, security: Callable[[Path], ClientKeys | None], secured: bool, why: str
 ) -> None:
-    with served(tmp_path, keys) as endpoint:
+    with served(tmp_path, keys if secured else None) as endpoint:
         actor = ZmqActorPort(endpoint, "actor-0", security=security(keys))
         with pytest.raises(ReplayError, match=why):
             actor.acquire_groups(1, 10.0)
@@ -265,14 +245,6 @@ def test_who_is_not_admitted_is_told_before_the_deadline(
         with pytest.raises(ReplayError, match=why):
             next_batch(learner, groups=1, version=0, timeout=10.0)
         learner.close()
-
-
-def test_a_client_with_keys_is_told_that_the_replay_has_none(tmp_path: Path, keys: Path) -> None:
-    with served(tmp_path, None) as endpoint:
-        actor = ZmqActorPort(endpoint, "actor-0", security=load_client_keys(keys, "actor-0"))
-        with pytest.raises(ReplayError, match="one side uses keys"):
-            actor.acquire_groups(1, 10.0)
-        actor.close(0.0)
 
 
 def test_without_its_authenticator_a_server_with_keys_admits_nobody(keys: Path) -> None:

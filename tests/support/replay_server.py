@@ -14,6 +14,7 @@ from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ReplaySettings
 from asyncrl.launch.roles import open_run_replay
+from asyncrl.messaging.keys import ServerKeys
 from asyncrl.messaging.wire import Message, decode, encode
 from asyncrl.replay.client import ZmqActorPort
 from asyncrl.replay.interface import ANY_FORMAT, ActorPort, EpisodeFormat, GroupGrant
@@ -44,13 +45,18 @@ class Served:
     """A replay in a thread of this process."""
 
     def __init__(
-        self, folder: Path, endpoint: str, config: TrainConfig = CONFIG, episodes: EpisodeFormat = ANY_FORMAT
+        self,
+        folder: Path,
+        endpoint: str,
+        config: TrainConfig = CONFIG,
+        episodes: EpisodeFormat = ANY_FORMAT,
+        security: ServerKeys | None = None,
     ) -> None:
         self.stop_event, ready = threading.Event(), threading.Event()
         self.thread = threading.Thread(
             target=serve_replay,
             args=(open_run_replay(folder, config, episodes=episodes), endpoint),
-            kwargs={"stop_event": self.stop_event, "ready": ready.set},
+            kwargs={"stop_event": self.stop_event, "ready": ready.set, "security": security},
         )
         self.thread.start()
         assert ready.wait(10)
