@@ -94,12 +94,9 @@ class Supervisor:
         back_off: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the child.
+        """Start the child, which imports and calls `target`, 'package.module:function'.
 
-        Args:
-            target: Function that the child calls, 'package.module:function'; imported by the child only.
-            back_off: Seconds before a respawn, >= 0; doubled for a child that lived shorter than
-                QUICK_SECONDS, at most MAX_BACK_OFF.
+        A respawn waits `back_off` seconds, twice as long after each life shorter than QUICK_SECONDS.
         """
         self.name, self.respawns, self.finished = name, 0, False
         self._deaths = self._quick_deaths = 0  # In a row.
@@ -230,10 +227,7 @@ class ChildProcesses:
         return self._stop.set
 
     def run_until_done(self, over: Callable[[], bool]) -> None:
-        """Poll until all children have finished, a stop is asked for, or the run is `over` without them.
-
-        A child that came too late to hear of the run's end would go on for ever, or die again and again.
-        """
+        """Poll until all children have finished, a stop is asked for, or the run is `over` without them."""
         while not (over() or self.poll()):
             children = list(self._supervisors)
             if children and all(child.finished for child in children):

@@ -54,11 +54,7 @@ def banner(config: TrainConfig, run_dir: Path, processes: str, device: str, worl
 
 
 def joined(parts: Iterable[str]) -> list[str]:
-    """Join parts by two spaces into lines of at most `WIDTH` columns; a longer part has a line to itself.
-
-    >>> joined(["x" * 50, "y" * 28, "z"])[1]
-    'z'
-    """
+    """Join parts by two spaces into lines of at most `WIDTH` columns; a longer part has a line to itself."""
     lines: list[str] = []
     for part in parts:
         if lines and len(lines[-1]) + 2 + len(part) <= WIDTH:

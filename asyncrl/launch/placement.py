@@ -38,20 +38,12 @@ def read_ranks(text: str) -> dict[str, list[int]]:
 
 
 def sizes_of_hosts(text: str) -> tuple[int, ...]:
-    """Return the number of ranks of each host that the text names; () if it names no hosts.
-
-    >>> sizes_of_hosts("learner=0-1@0,actor=0-2@1"), sizes_of_hosts("learner=0,actor=1")
-    ((2, 3), ())
-    """
+    """Return the number of ranks of each host that the text names; () if it names no hosts."""
     return () if text in WORDS else _sizes(_items(text))
 
 
 def span(first: int, count: int) -> str:
-    """Write `count` ranks from `first` on.
-
-    >>> span(0, 1), span(2, 2)
-    ('0', '2-3')
-    """
+    """Write `count` ranks from `first` on: '0' or '2-3'."""
     return str(first) if count == 1 else f"{first}-{first + count - 1}"
 
 
@@ -113,11 +105,7 @@ class Placement:
         return dict(self.worlds).get(rank, rank)
 
     def roles(self, rank: int) -> tuple[str, ...]:
-        """Return the roles of a rank, in the words of `ROLES`.
-
-        >>> Placement(learners=(0,), actors=(0,), worlds=((0, 1),)).roles(0)
-        ('learner', 'policy')
-        """
+        """Return the roles of a rank, in the words of `ROLES`."""
         pairs = dict(self.worlds)
         of = {
             "learner": rank in self.learners,
@@ -135,11 +123,7 @@ class Placement:
 
     @property
     def summary(self) -> str:
-        """A description for the console.
-
-        >>> Placement(learners=(0,), actors=(1, 3), worlds=((1, 2),)).summary
-        '1 learner + 1 actor + 1 actor on 2 devices'
-        """
+        """A description for the console, as '1 learner + 1 actor + 1 actor on 2 devices'."""
         pairs = len(self.worlds)
         parts = ((len(self.learners), "learner", ""), (len(self.actors) - pairs, "actor", ""))
         parts += ((pairs, "actor", " on 2 devices" + " each" * (pairs > 1)),)
@@ -284,11 +268,7 @@ def copies_of(config: TrainConfig, placement: Placement, hosts: Hosts) -> int:
 
 
 def threads_of_actor(actors: int, cores: int) -> int:
-    """Return the CPU threads of each actor: a second one only where no two actors would fight for a core.
-
-    >>> threads_of_actor(1, cores=2), threads_of_actor(2, cores=2)
-    (2, 1)
-    """
+    """Return the CPU threads of each actor: a second one only where no two actors would fight for a core."""
     return 2 if cores >= 2 * actors else 1
 
 

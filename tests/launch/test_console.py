@@ -110,13 +110,10 @@ def test_the_line_of_both_sides_names_the_split_with_the_shortest_update(tmp_pat
     assert in_turns.endswith("--placement learner=0-1,actor=2-3: 1.33 times the pace"), "6/2 + 2*3/2 of 8 s"
 
 
-@pytest.mark.parametrize(
-    ("groups", "split"), [(1, ""), (2, "learner=0-1,actor=2-3"), (8, "learner=0-2,actor=3")]
-)
-def test_there_are_no_more_learners_than_groups(tmp_path: Path, groups: int, split: str) -> None:
-    few = AlgorithmSettings(groups_per_update=groups)
-    found = balance_of(tmp_path, 80.0, 0.0, 0.99, algorithm=few)
-    assert (f"--placement {split}:" in found) == bool(split)
+def test_there_are_no_more_learners_than_groups(tmp_path: Path) -> None:
+    for groups, said in ((1, "No other"), (2, "learner=0-1,actor=2-3:"), (8, "learner=0-2,actor=3:")):
+        few = AlgorithmSettings(groups_per_update=groups)
+        assert said in balance_of(tmp_path, 80.0, 0.0, 0.99, algorithm=few)
 
 
 def test_all_weights_are_not_gathered_on_fewer_learners_than_held_them(tmp_path: Path) -> None:
@@ -125,12 +122,17 @@ def test_all_weights_are_not_gathered_on_fewer_learners_than_held_them(tmp_path:
     assert "No other placement" in balance_of(tmp_path, *busy_actors, lora=LoraSettings())
 
 
-@pytest.mark.parametrize("placement", ["collocated", "hybrid", "learner=0-1,policy=2,world=3"])
-def test_nothing_is_said_of_devices_that_both_sides_share(tmp_path: Path, placement: str) -> None:
-    assert balance_of(tmp_path, 80.0, 0.0, 0.5, placement) == ""
-
-
-def test_nothing_is_said_of_too_few_numbers_or_of_actors_that_may_join(tmp_path: Path) -> None:
-    assert balance_of(tmp_path, None, 0.0, 0.5) == ""
-    listening = ReplaySettings(listen="tcp://127.0.0.1:5555")
-    assert balance_of(tmp_path, 80.0, 0.0, 0.5, replay=listening) == ""
+@pytest.mark.parametrize(
+    ("placement", "pace", "listen"),
+    [
+        ("collocated", 80.0, ""),
+        ("hybrid", 80.0, ""),
+        ("learner=0-1,policy=2,world=3", 80.0, ""),
+        ("auto", None, ""),
+        ("auto", 80.0, "tcp://127.0.0.1:5555"),
+    ],
+)
+def test_nothing_is_said_of_shared_devices_too_few_numbers_or_actors_that_may_join(
+    tmp_path: Path, placement: str, pace: float | None, listen: str
+) -> None:
+    assert balance_of(tmp_path, pace, 0.0, 0.5, placement, replay=ReplaySettings(listen=listen)) == ""

@@ -112,6 +112,9 @@ def refused_from_group_2(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_resume_with_more_updates_does_not_raise_a_learning_rate_that_fell(tmp_path: Path) -> None:
+    ends_with_the_run = OptimizerSettings(schedule="cosine", decay_updates=10)
+    for settings in (TrainConfig(), TrainConfig(optimizer=ends_with_the_run)):
+        assert console.notes(settings) == []
     falling = ["--optimizer.schedule", "linear", "--optimizer.learning-rate", "0.1"]
     falling += ["--run-dir", str(tmp_path)]
     begun = read_settings([*falling, "--updates", "2"])
@@ -123,14 +126,3 @@ def test_a_resume_with_more_updates_does_not_raise_a_learning_rate_that_fell(tmp
     assert "the learning rate falls until update 2 of 4 and stays at 0 from there" in line
     longer = ["--run-dir", str(tmp_path), "--resume", "--updates", "6", "--optimizer.decay-updates", "10"]
     assert read_settings(longer).optimizer.decay_updates == 10
-
-
-# ---- what is said --------------------------------------------------------------------------------
-
-
-def test_settings_that_do_something_else_than_one_may_think_are_named() -> None:
-    assert console.notes(TrainConfig()) == []
-    assert console.notes(TrainConfig(optimizer=OptimizerSettings(schedule="cosine", decay_updates=10))) == []
-    stays = OptimizerSettings(schedule="cosine", decay_updates=4)
-    (line,) = console.notes(TrainConfig(optimizer=stays))
-    assert "until update 4 of 10 and stays at 0 from there" in line

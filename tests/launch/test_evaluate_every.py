@@ -25,16 +25,10 @@ from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.simulators.rollout import HELD_OUT
 from asyncrl.simulators.tabletop.scene import TASKS
 from support.event_files import pictures_in
-from support.tiny_models import start_state, write_models
+from support.tiny_models import start_state
 from support.whole_runs import TRAIN, Program, exit_code, left_over, rows
 
 pytestmark = pytest.mark.render
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> tuple[Path, list[str]]:
-    folder = tmp_path_factory.mktemp("models")
-    return folder, write_models(folder)
 
 
 EVALUATED = ("--evaluate-every", "2", "--evaluation.episodes", "1")
@@ -42,8 +36,7 @@ EVALUATED = ("--evaluate-every", "2", "--evaluation.episodes", "1")
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(230)
-def test_a_run_measures_its_first_and_its_last_version(models, tmp_path) -> None:
-    _, flags = models
+def test_a_run_measures_its_first_and_its_last_version(flags, tmp_path) -> None:
     run = tmp_path / "run"
     command = [*TRAIN, *flags, *EVALUATED, "--run-dir", str(run), "--updates", "3"]
     said = Program(tmp_path, "said", command).ends()
@@ -83,18 +76,17 @@ def test_the_plan_plays_the_simulator_that_has_the_tasks_from_held_out_starts() 
     assert [play.start.seed for play in plays] == [HELD_OUT + i for i in range(5)]
 
 
-def test_a_simulator_without_the_tasks_is_refused() -> None:
-    config = TrainConfig(evaluate_every=2, evaluation=EvaluationSettings(simulator="tabletop"))
-    with pytest.raises(ConfigError, match=r"--evaluate-every is 2, but .* Use --simulator libero_goal\."):
-        plan(config, files_with(SUITES["libero_goal"][0]))
-
-
-def test_tasks_of_no_simulator_need_one_to_be_named() -> None:
-    config = TrainConfig(evaluate_every=2)
-    with pytest.raises(
-        ConfigError, match=r"no built-in simulator has the tasks .*'fold the towel'.*Name one"
-    ):
-        plan(config, files_with("fold the towel"))
+@pytest.mark.parametrize(
+    ("simulator", "task", "said"),
+    [
+        ("tabletop", SUITES["libero_goal"][0], r"but .* Use --simulator libero_goal\."),
+        ("", "fold the towel", r"but no built-in simulator has the tasks .*'fold the towel'.*Name one"),
+    ],
+)
+def test_a_simulator_without_the_tasks_is_refused(simulator: str, task: str, said: str) -> None:
+    config = TrainConfig(evaluate_every=2, evaluation=EvaluationSettings(simulator=simulator))
+    with pytest.raises(ConfigError, match=f"--evaluate-every is 2, {said}"):
+        plan(config, files_with(task))
 
 
 def test_inline_has_no_process_for_it() -> None:
@@ -102,8 +94,7 @@ def test_inline_has_no_process_for_it() -> None:
         TrainConfig(inline=True, evaluate_every=5)
 
 
-def test_evaluate_takes_simulator_and_sampling_from_the_run(models, tmp_path, capsys) -> None:
-    _, flags = models
+def test_evaluate_takes_simulator_and_sampling_from_the_run(flags, tmp_path, capsys) -> None:
     run = tmp_path / "run"
     sampling = ["--algorithm.temperature", "1.6", "--algorithm.top-k", "40"]
     assert cli.run("train", [*flags, *sampling, "--inline", "--updates", "1", "--run-dir", str(run)]) == 0
@@ -173,18 +164,18 @@ def test_evaluate_leaves_out_a_module_that_a_run_names(tmp_path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_settings_of_a_published_policy_are_not_said_of_checkpoints(models, tmp_path) -> None:
+def test_settings_of_a_published_policy_are_not_said_of_checkpoints(flags, tmp_path) -> None:
     """Settings of the published folder that a run began with are not used for its checkpoints."""
-    folder, _ = models
+    policy = Path(flags[1])
     config = TrainConfig(
         evaluate_every=2,
-        policy=str(folder / "policy"),
+        policy=str(policy),
         policy_settings=("norm_key=libero",),
         evaluation=EvaluationSettings(episodes=1, workers=0),
     )
     player = VersionPlayer(config, *plan(config, files_with(*TASKS[:2])), tmp_path, torch.device("cpu"))
     try:
-        assert player(2, folder / "policy")[0].overall.episodes == 1
+        assert player(2, policy)[0].overall.episodes == 1
         with pytest.raises(ConfigError, match="no action statistics for"):
             player(0, None)
     finally:

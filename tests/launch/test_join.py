@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl import cli
+from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import ReplaySettings, WeightSettings
 from asyncrl.launch import endpoints
+from asyncrl.launch.job import Hosts
 from asyncrl.launch.placement import parse_placement
 from asyncrl.messaging.keys import create_keys
 from asyncrl.observability import metrics_system as s
@@ -85,10 +88,6 @@ def test_a_placement_without_actors_needs_an_address_to_join(
 
 
 def test_weights_are_fetched_beside_the_replay_unless_said_otherwise() -> None:
-    from asyncrl.config.run import TrainConfig
-    from asyncrl.config.sections import ReplaySettings, WeightSettings
-    from asyncrl.launch.job import Hosts
-
     def served_at(config: TrainConfig) -> str:
         hosts = endpoints.with_addresses(config, Hosts())
         return endpoints.weight_settings(config, hosts, "", NO_RUN).listen

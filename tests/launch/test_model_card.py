@@ -127,9 +127,7 @@ def test_settings_are_the_runs_and_paths_lose_what_tells_of_their_owner(tmp_path
     for row in (
         "| `--policy` | SFT |",
         "| `--algorithm.groups-per-update` | 32 |",
-        "| `--algorithm.group-size` | 4 |",
         "| `--algorithm.temperature` | 1.6 |",
-        "| `--algorithm.top-k` | 50 |",
         "| `--optimizer.learning-rate` | 2e-05 |",
         "| `--lora.rank` | 32 |",
         f"| `--replay.max-lag` | {SETTINGS.replay.max_lag} |",

@@ -19,53 +19,39 @@ from asyncrl.launch.placement import (
 
 
 @pytest.mark.parametrize(
-    ("text", "ranks", "learners", "actors"),
-    [
-        ("auto", 1, (0,), (0,)),
-        ("auto", 2, (0,), (1,)),
-        ("auto", 4, (0,), (1, 2, 3)),
-        ("learner=0,actor=1-3", 4, (0,), (1, 2, 3)),
-        ("actor=1-3,learner=0", 4, (0,), (1, 2, 3)),
-        ("actor=0,learner=0", 1, (0,), (0,)),
-        ("learner=0,actor=0-2", 3, (0,), (0, 1, 2)),
-        (" learner = 0, actor = 1, 3, 2 ", 4, (0,), (1, 2, 3)),
-        ("learner=0-0,actor=1,2-3", 4, (0,), (1, 2, 3)),
-        ("learner=0-1,actor=2-3", 4, (0, 1), (2, 3)),
-        ("learner=0-1,actor=0-1", 2, (0, 1), (0, 1)),
-        ("collocated", 1, (0,), (0,)),
-        ("collocated", 3, (0, 1, 2), (0, 1, 2)),
-        ("disaggregated", 1, (0,), (0,)),
-        ("disaggregated", 2, (0,), (1,)),
-        ("disaggregated", 3, (0,), (1, 2)),
-        ("disaggregated", 8, (0, 1, 2, 3), (4, 5, 6, 7)),
-        ("hybrid", 1, (0,), (0,)),
-    ],
-)
-def test_every_rank_gets_its_roles(text, ranks, learners, actors):
-    assert parse_placement(text, ranks) == Placement(learners=learners, actors=actors)
-
-
-@pytest.mark.parametrize(
     ("text", "ranks", "learners", "actors", "worlds"),
     [
+        ("auto", 1, (0,), (0,), ()),
+        ("auto", 2, (0,), (1,), ()),
+        ("auto", 4, (0,), (1, 2, 3), ()),
+        ("learner=0,actor=1-3", 4, (0,), (1, 2, 3), ()),
+        ("actor=0,learner=0", 1, (0,), (0,), ()),
+        ("learner=0,actor=0-2", 3, (0,), (0, 1, 2), ()),
+        (" learner = 0, actor = 1, 3, 2 ", 4, (0,), (1, 2, 3), ()),
+        ("learner=0-0,actor=1,2-3", 4, (0,), (1, 2, 3), ()),
+        ("learner=0-1,actor=2-3", 4, (0, 1), (2, 3), ()),
+        ("learner=0-1,actor=0-1", 2, (0, 1), (0, 1), ()),
+        ("collocated", 3, (0, 1, 2), (0, 1, 2), ()),
+        ("disaggregated", 1, (0,), (0,), ()),
+        ("disaggregated", 3, (0,), (1, 2), ()),
+        ("disaggregated", 8, (0, 1, 2, 3), (4, 5, 6, 7), ()),
+        ("hybrid", 1, (0,), (0,), ()),
         ("learner=0,policy=1,world=2", 3, (0,), (1,), ((1, 2),)),
         ("learner=0-1,policy=2,4,world=3,5", 6, (0, 1), (2, 4), ((2, 3), (4, 5))),
         ("learner=0,policy=4,2,world=3,1", 5, (0,), (2, 4), ((2, 1), (4, 3))),
         ("learner=0,world=1,policy=2,actor=3", 4, (0,), (2, 3), ((2, 1),)),
         ("learner=0-1,policy=0,world=1", 2, (0, 1), (0,), ((0, 1),)),
-        ("hybrid", 2, (0, 1), (0,), ((0, 1),)),
         ("hybrid", 3, (0, 1, 2), (0, 2), ((0, 1),)),
         ("hybrid", 8, tuple(range(8)), (0, 1, 2, 3), ((0, 4), (1, 5), (2, 6), (3, 7))),
     ],
 )
-def test_policy_and_world_ranks_are_paired_in_their_order(text, ranks, learners, actors, worlds):
+def test_every_rank_gets_its_roles(text, ranks, learners, actors, worlds):
     placement = parse_placement(text, ranks)
     assert placement == Placement(learners=learners, actors=actors, worlds=worlds)
     for policy, world in worlds:
         assert (policy in placement.actors, placement.world_of(policy)) == (True, world)
         assert world not in placement.actors, "it only lends its device"
-        assert "policy" in placement.roles(policy)
-        assert "world" in placement.roles(world)
+        assert {"policy", "world"} <= {*placement.roles(policy), *placement.roles(world)}
     assert placement.ranks == tuple(range(ranks))
 
 
@@ -104,6 +90,9 @@ def test_policies_of_actors_on_two_devices_are_actors():
         ("learner=0,policy=1,world=1", 2, "on its one device write actor=1"),
         ("learner=0,actor=1,policy=1,world=2", 3, "gives rank 1 more than one of actor, policy and world"),
         ("learner=0,policy=1,world=3", 4, "gives rank 2 nothing to do"),
+        ("learner=0@0,actor=1", 2, "names the host of some ranks (@) and not of rank 1. Name it for all"),
+        ("learner=0@,actor=1", 2, "'learner=0@' is not role=rank"),
+        ("learner=0@0,actor=1@99999", 2, "'actor=1@99999' is not role=rank"),
         ("colocated", 2, "nor is the text one of auto, collocated, disaggregated, hybrid"),
         ("learner=0", 1, "names no actor"),
         ("actor=0", 1, "names no learner"),

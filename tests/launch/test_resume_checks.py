@@ -6,7 +6,6 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from asyncrl.observability import metrics_system as m
 from asyncrl.replay.store import EpisodeStore
 from asyncrl.replay_tools.episodes import find_group
 from support.tiny_models import write_models
+from support.whole_runs import rows
 
 INLINE, PROCESSES = ["--inline"], ["--placement", "auto"]
 
@@ -36,10 +36,6 @@ def run(first_half: Path, tmp_path: Path) -> Path:
 
 def resume(run: Path, *more: str, updates: int = 4) -> int:
     return cli.run("train", ["--run-dir", str(run), "--resume", "--updates", str(updates), *more])
-
-
-def rows(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def used(ledger: Path) -> list[int]:

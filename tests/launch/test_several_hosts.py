@@ -178,15 +178,11 @@ def test_learners_of_two_hosts_start_again_when_one_dies_go_on_without_a_lost_ho
         job = Job(tmp_path, three, first, max_restarts="3", nnodes="1:2", rdzv_conf="last_call_timeout=10")
         job.reach(3)
         job.signal("learner-1", "hosts/1", signal.SIGKILL)
-        job.until(
-            lambda: job.programs[0].said().count("2 learners + 2 actors") == 2, "both hosts start again"
-        )
+        job.until(lambda: job.programs[0].said().count("2 learners + 2 actors") == 2, "both start again")
         job.reach(len(rows(job.run)) + 2)
         three.kill(2)
         job.programs[1].process.wait(PATIENCE)
-        job.until(
-            lambda: "1 learner + 1 actor" in job.programs[0].said(), "the first host starts again, alone"
-        )
+        job.until(lambda: "1 learner + 1 actor" in job.programs[0].said(), "the first host starts alone")
         assert again in job.programs[0].said()
         job.reach(len(rows(job.run)) + 2)
         job.signal("learner-0", "", signal.SIGTERM)

@@ -69,10 +69,8 @@ def test_a_name_is_a_simulators_or_a_world_models(text: str, simulator: str) -> 
 def test_the_horizon_says_how_many_decisions_there_are() -> None:
     config, said = with_world_defaults(TrainConfig(world="tabletop_true"))
     assert (said.simulated, config.actor.max_decisions, policy_chunk(config)) == (True, 6, 8)
-    longer = replace(TrainConfig().simulator, horizon=50)
-    assert (
-        with_world_defaults(TrainConfig(world="tabletop_true", simulator=longer))[0].actor.max_decisions == 7
-    )
+    longer = TrainConfig(world="tabletop_true", simulator=replace(TrainConfig().simulator, horizon=50))
+    assert with_world_defaults(longer)[0].actor.max_decisions == 7
     own = TrainConfig(world="tabletop_true", actor=replace(TrainConfig().actor, max_decisions=3))
     assert with_world_defaults(own)[0].actor.max_decisions == 3
 
@@ -107,9 +105,7 @@ def test_tasks_of_a_simulator_with_stored_starts_take_turns() -> None:
 
 def test_stored_starts_that_evaluations_play_must_be_asked_for_by_that_name() -> None:
     fifty = replace(STORED, trials=50)
-    with pytest.raises(
-        ConfigError, match=r"the 50 stored starts .* evaluations play.*--simulator.starts evaluation"
-    ):
+    with pytest.raises(ConfigError, match=r"the 50 stored starts .* play.*--simulator.starts evaluation"):
         TrainingStarts(fifty, 0, "stored")
     assert TrainingStarts(fifty, 0, "evaluation")[0].trial < 50
     with pytest.raises(ConfigError, match="every seed is a start: none are stored"):
@@ -148,9 +144,7 @@ def test_what_means_nothing_for_a_simulator_is_refused_with_the_flag(
 
 def test_settings_of_simulators_are_refused_where_a_world_model_imagines() -> None:
     workers = replace(TrainConfig().simulator, workers=2)
-    with pytest.raises(
-        ConfigError, match=r"--simulator.workers is set, but --world tabletop is a world model"
-    ):
+    with pytest.raises(ConfigError, match=r"--simulator.workers is set, but --world tabletop is a world"):
         check_environment(TrainConfig(simulator=workers))
 
 

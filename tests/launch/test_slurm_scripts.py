@@ -73,11 +73,8 @@ def job(tmp_path):
 
 
 def calls(job):
-    try:
-        with Path(job["CALLS"]).open() as file:
-            return file.read().splitlines()
-    except FileNotFoundError:
-        return []
+    path = Path(job["CALLS"])
+    return path.read_text().splitlines() if path.exists() else []
 
 
 def until(job, line, process, times=1):
@@ -117,16 +114,9 @@ def test_every_node_starts_torchrun_of_one_job_with_the_arguments(job, tmp_path)
     rest = f" <{SCRIPTS}/train.sh>" + "".join(f" <{text}>" for text in arguments)
     assert sorted(started) == [begin.format(node) + rest for node in NODES]
     (step,) = [line for line in calls(job) if line.startswith("srun ")]
-    for flag in (
-        "--nodes=3",
-        "--ntasks-per-node=1",
-        "--no-kill",
-        "--kill-on-bad-exit=0",
-        "--cpus-per-task=16",
-    ):
-        assert (
-            f"<{flag}>" in step
-        )  # srun takes none of them over from sbatch, and ends with each of its nodes.
+    # srun takes none of them over from sbatch, and ends with each of its nodes.
+    flags = ("nodes=3", "ntasks-per-node=1", "no-kill", "kill-on-bad-exit=0", "cpus-per-task=16")
+    assert all(f"<--{flag}>" in step for flag in flags)
 
 
 @pytest.mark.parametrize(("visible", "ranks"), [("4,7", "2"), ("", "4")])
@@ -142,9 +132,8 @@ def test_a_node_has_as_many_ranks_as_slurm_gave_the_job_gpus_there(job, tmp_path
 @pytest.mark.parametrize("script", BATCH)
 def test_a_job_without_a_run_folder_is_refused(job, script):
     done, started = run(job, script, "configs/a.toml")
-    assert done.returncode != 0
+    assert (done.returncode != 0, started) == (True, [])
     assert "name the run: --run-dir" in done.stderr
-    assert started == []
 
 
 @pytest.mark.parametrize("script", BATCH)
@@ -166,15 +155,11 @@ def test_a_job_that_slurm_starts_again_before_a_checkpoint_begins_in_an_empty_fo
     assert (tmp_path / "a.start-2" / "checkpoints").is_dir()
 
 
-def test_a_first_start_never_touches_a_folder_that_is_there(job, tmp_path):
+def test_a_first_start_never_touches_a_folder_that_is_there_and_a_run_that_fails_fails_the_job(job, tmp_path):
     (tmp_path / "a").mkdir()
-    _, (started,) = run(job, "slurm_train.sbatch", "--run-dir", str(tmp_path / "a"))
+    done, (started,) = run(job, "slurm_train.sbatch", "--run-dir", str(tmp_path / "a"), QUICK="7")
     assert "--resume" not in started  # And asyncrl refuses a folder that is not empty.
     assert (tmp_path / "a").is_dir()
-
-
-def test_a_run_that_fails_fails_the_job_and_does_not_go_back_into_the_queue(job, tmp_path):
-    done, _ = run(job, "slurm_train.sbatch", "--run-dir", str(tmp_path / "a"), QUICK="7")
     assert done.returncode == 7
     assert [line for line in calls(job) if "requeue" in line] == []
 

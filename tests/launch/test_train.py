@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from asyncrl import cli
-from asyncrl.config.loading import parse
+from asyncrl.config.loading import load_file, parse
+from asyncrl.config.run import TrainConfig
 from asyncrl.doctor.checks import Examination, Verdict
 from asyncrl.doctor.models import check_models
 from asyncrl.observability import metrics_system as r
@@ -23,20 +22,13 @@ from asyncrl.storage import checkpoint
 from asyncrl.storage.run_folder import read_starts
 from asyncrl.worlds.start_states import save_start_states
 from support.event_files import curves_in
-from support.tiny_models import GROUP_SIZE, start_state, write_models
-from support.whole_runs import ROOT, environment, exit_code, rows
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> tuple[Path, list[str]]:
-    folder = tmp_path_factory.mktemp("models")
-    return folder, write_models(folder)
+from support.tiny_models import GROUP_SIZE, start_state
+from support.whole_runs import ROOT, Program, exit_code, rows
 
 
 @pytest.mark.timeout(60)
-def test_an_inline_run_leaves_a_checkpoint_a_log_and_a_readable_replay(models, tmp_path, capsys, monkeypatch):
+def test_an_inline_run_leaves_a_checkpoint_a_log_and_a_readable_replay(flags, tmp_path, capsys, monkeypatch):
     """Its checkpoint is as large as the doctor says, and its log and its provenance have what was done."""
-    _, flags = models
 
     def step(simulator: Tabletop, action: object) -> None:
         raise AssertionError("training steps no simulator")
@@ -76,31 +68,24 @@ def test_an_inline_run_leaves_a_checkpoint_a_log_and_a_readable_replay(models, t
 
 
 def test_a_tracker_that_is_not_installed_ends_the_start_with_nothing_made(
-    models, tmp_path, capsys, monkeypatch
+    flags, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     run = tmp_path / "run"
     more = ["--inline", "--updates", "1", "--run-dir", str(run), "--log-with", "tensorboard", "mlflow"]
-    assert exit_code([*models[1], *more]) == 2
+    assert exit_code([*flags, *more]) == 2
     assert "pip install mlflow" in capsys.readouterr().err
     assert not run.exists()
 
 
-def cut_weights(models: Path, target: Path) -> Path:
-    shutil.copytree(models / "policy", target)
-    weights = target / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:5000])
-    return target
-
-
-def test_what_cannot_work_is_said_with_exit_code_2_and_starts_nothing(models, tmp_path, capsys, monkeypatch):
-    folder, flags = models
+def test_what_cannot_work_is_said_with_exit_code_2_and_starts_nothing(flags, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "note.txt").write_text("an older run")
-    cut = cut_weights(folder, tmp_path / "cut")
+    cut = shutil.copytree(flags[1], tmp_path / "cut")
+    (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:5000])
     save_start_states(tmp_path / "small.h5", [start_state(0, 32)])
     (tmp_path / "garbage.h5").write_bytes(b"not HDF5")
     cases: list[tuple[list[str], str]] = [
@@ -131,31 +116,15 @@ def test_help_and_configs_answer_without_loading_torch(tmp_path):
         "assert cli.run('configs', []) == 0\n"
         "assert 'torch' not in sys.modules\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=True,
-    )
-    assert "usage: asyncrl train" in done.stdout
-    assert "tabletop.toml" in done.stdout
+    said = Program(tmp_path, "said", [sys.executable, "-c", program]).ends()
+    assert "usage: asyncrl train" in said
+    assert "tabletop.toml" in said
 
 
-@pytest.mark.parametrize("kind", ["opensora", "evac"])
-def test_the_other_worlds_of_tabletop_are_trained_in_as_the_first(kind: str) -> None:
-    from asyncrl.config.loading import load_file
-    from asyncrl.config.run import TrainConfig
-
-    config = load_file(ROOT / "configs" / f"tabletop_{kind}.toml")
-    starts = "tabletop_evac" if kind == "evac" else "tabletop"
-    assert config == replace(TrainConfig(), world=f"tabletop_{kind}", start_states=starts)
-
-
-def test_every_shipped_configuration_says_what_it_is_for():
-    from asyncrl.config.loading import load_file
-    from asyncrl.config.run import TrainConfig
-
-    assert all(file.read_text().startswith("# ") for file in (ROOT / "configs").glob("*.toml"))
-    assert load_file(ROOT / "configs" / "tabletop.toml") == TrainConfig(), "tabletop.toml shows the defaults"
+def test_every_shipped_configuration_says_what_it_is_for_and_those_of_tabletop_show_the_defaults():
+    folder, plain = ROOT / "configs", TrainConfig()
+    assert all(file.read_text().startswith("# ") for file in folder.glob("*.toml"))
+    assert load_file(folder / "tabletop.toml") == plain
+    for kind, starts in (("opensora", "tabletop"), ("evac", "tabletop_evac")):
+        other = replace(plain, world=f"tabletop_{kind}", start_states=starts)
+        assert load_file(folder / f"tabletop_{kind}.toml") == other

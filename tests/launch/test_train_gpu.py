@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from asyncrl.observability import metrics_training as m
 from asyncrl.storage import checkpoint
 from support import ROOT
 from support.tiny_models import write_models
-from support.whole_runs import TORCHRUN, environment, left_over
+from support.whole_runs import TORCHRUN, Program, left_over, rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 FOUR = "learner=0-1,actor=2-3"
@@ -44,21 +42,15 @@ def test_a_run_on_gpus_trains_saves_and_goes_on(
         pytest.skip(f"needs {ranks} GPUs, found {torch.cuda.device_count()}")
     start = [*TORCHRUN, "--nproc-per-node", str(ranks), str(ROOT / "torchrun_scripts" / "train.sh")]
     run = tmp_path / "run"
+    gpus = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(ranks)))}
     for command in ([*flags, *more], [*flags, *more, "--resume", "--updates", "5"]):
-        done = subprocess.run(
-            [*start, *command, "--run-dir", str(run)],
-            env=environment(tmp_path) | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(ranks)))},
-            capture_output=True,
-            text=True,
-            timeout=110,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
-    assert rows[-1][m.GRAD_NORM.name] >= 0
+        Program(tmp_path, "said", [*start, *command, "--run-dir", str(run)], more=gpus).ends()
+    made = rows(run)
+    assert [row["step"] for row in made] == [1, 2, 3, 4, 5]
+    assert made[-1][m.GRAD_NORM.name] >= 0
     # GRPO with random models may find no advantage, and what is taught nothing is not read.
     fresh = m.MISMATCH_KL_AT_LAG[0].name  # Of episodes by the weights that evaluate them.
-    found = [row[fresh] for row in rows if fresh in row]
+    found = [row[fresh] for row in made if fresh in row]
     assert found or "ppo" not in more
     assert all(kl < 0.01 for kl in found), "actor and learner compute the same, up to bfloat16"
     assert checkpoint.latest(run) == run / "checkpoints" / "update_000005"

@@ -14,6 +14,7 @@ from asyncrl.observability import metrics_training as m
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, OpenVLAPolicy, load_policy
 from support.tiny_models import write_models
+from support.whole_runs import rows
 
 
 def with_policy(folder: Path, policy: OpenVLAOFTPolicy) -> list[str]:
@@ -31,7 +32,7 @@ def test_a_folder_in_the_published_layout_is_trained_as_it_is(tmp_path: Path) ->
     # A critic gives every decision an advantage, also where no episode succeeds.
     settings = ["--policy-settings", "gripper=none", "--algorithm.kind", "ppo"]
     assert cli.run("train", [*flags, "--policy", published, *settings]) == 0
-    (row,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (row,) = rows(tmp_path / "run")
     assert abs(row[m.MISMATCH_KL.name]) < 1e-6
     assert cli.run("train", [*flags, "--policy", published, "--policy-settings", "griper=none"]) == 2
 
@@ -44,7 +45,7 @@ def test_openvla_trains_by_tokens_and_by_decisions(tmp_path: Path, level: str) -
     flags = with_policy(tmp_path, before)
     more = ["--algorithm.kind", "ppo", "--algorithm.level", level, "--algorithm.entropy-coef", "0.01"]
     assert cli.run("train", [*flags, *more]) == 0
-    (row,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (row,) = rows(tmp_path / "run")
     assert abs(row[m.MISMATCH_KL.name]) < 1e-6  # the actors' log-probs are those that the learner finds
     assert row[m.GRAD_NORM.name] > 0
     after = load_policy(next((tmp_path / "run" / "checkpoints").iterdir()))

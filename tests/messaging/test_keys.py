@@ -41,9 +41,8 @@ def mode(path: Path) -> int:
 
 def test_secrets_are_private_and_complete(keys: Path) -> None:
     assert mode(keys) == mode(keys / "clients") == 0o700
-    names = {path.name: mode(path) for path in keys.iterdir() if path.is_file()}
-    secrets = {"server.secret": 0o600, "learner.secret": 0o600, "actor-0.secret": 0o600}
-    assert names == secrets | {"server.public": names["server.public"]}
+    secrets = {path.name: mode(path) for path in keys.glob("*.secret")}
+    assert secrets == {"server.secret": 0o600, "learner.secret": 0o600, "actor-0.secret": 0o600}
     server, client = load_server_keys(keys), load_client_keys(keys, "actor-0")
     assert len(server.allowed) == 2
     assert client.public in server.allowed

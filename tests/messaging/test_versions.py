@@ -1,9 +1,6 @@
 """Two versions of asyncrl that meet: both sides say which ones, and nothing else happens."""
 
-import json
 import logging
-import struct
-import zlib
 from pathlib import Path
 
 import pytest
@@ -16,17 +13,14 @@ from asyncrl.messaging.sockets import bind_router
 from asyncrl.messaging.wire import decode, encode
 from asyncrl.observability import metrics_system as m
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
+from support.episodes import pack, unpack
 from support.replay_server import NOBODY, Served
 
 
 def of_another_schema(kind: str, **fields: object) -> list[bytes]:
     """A message as the next schema version would send it."""
-    header = json.loads(bytes(encode(kind, **fields)[0])[8:]) | {
-        "schema": SCHEMA_VERSION + 1,
-        "package": "9.9",
-    }
-    body = json.dumps(header).encode()
-    return [b"ARL1" + struct.pack("<I", zlib.crc32(body)) + body]
+    header, _ = unpack(encode(kind, **fields))
+    return pack(header | {"schema": SCHEMA_VERSION + 1, "package": "9.9"})
 
 
 def test_another_package_version_is_refused_and_named_on_both_sides(

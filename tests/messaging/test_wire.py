@@ -41,10 +41,8 @@ def test_the_sample_of_any_policy_arrives_exactly(kind: str, views: bool) -> Non
 
 def test_action_tokens_are_of_the_first_schema_version() -> None:
     header, frames = unpack(encode("episode", make_episode()))
-    assert (header["schema"], [entry[0] for entry in header["arrays"]][:3]) == (
-        1,
-        ["frames", "tokens", "logprobs"],
-    )
+    assert header["schema"] == 1
+    assert [entry[0] for entry in header["arrays"]][:3] == ["frames", "tokens", "logprobs"]
     with pytest.raises(WireError, match="not those of its schema version"):
         decode(pack(header | {"schema": 2}, frames))
     header, frames = unpack(encode("episode", with_chain(make_episode())))
@@ -139,15 +137,12 @@ HOSTILE: dict[str, list[bytes]] = {
     "a key twice": pack(b'{"schema":1,"kind":"ping","kind":"stop"}'),
     "schema as bool": pack(PING | {"schema": True}),
     "kind unknown": pack(PING | {"kind": "exec"}),
-    "extra field": pack(PING | {"extra": 1}),
     "missing field": pack({"schema": 1, "kind": "acquire"}),
     "bool for int": pack({"schema": 1, "kind": "acquire", "turn": True}),
     "65 bits": pack({"schema": 1, "kind": "acquire", "turn": 2**64}),
     "text of 5000 letters": pack({"schema": 1, "kind": "refused", "reason": "x" * 5000}),
     "lone surrogate": pack(b'{"schema":1,"kind":"refused","reason":"\\ud800"}'),
-    "readings not numbers": pack(
-        {"schema": 1, "kind": "status_reply", "readings": {"a": "b"}, "contents": ""}
-    ),
+    "readings not numbers": pack({"schema": 1, "kind": "report", "readings": {"a": "b"}}),
     "frames on a ping": pack(PING, [b"abc"]),
     "episode without arrays": pack({k: v for k, v in GOOD_HEADER.items() if k != "arrays"}, GOOD_FRAMES),
     "missing frame": pack(GOOD_HEADER, GOOD_FRAMES[:-1]),
