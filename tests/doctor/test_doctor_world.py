@@ -42,7 +42,7 @@ def examination(world: str, *, environment: int = 1000, placement: str = "auto")
 @pytest.mark.parametrize(
     ("world", "environment", "words"),
     [
-        ("SoundWorld", 1000, r"keeps what runs rest on: 8 checks in .* on cpu"),
+        ("SoundWorld", 1000, r"keeps what runs rest on: 7 checks in .* on cpu"),
         (
             "Crowded",
             1000,
