@@ -240,7 +240,9 @@ class Simulation:
             sampling=SamplingParams(temperature=1.0),
             world_version=0,
             episode_ids=(),
-            attributes={"group_size": self.scale.group_size, "successes": 0},
+            group_size=self.scale.group_size,
+            task="",
+            successes=0,
         )
         self.limiter.make_ready(number, group)
         if (why := self.limiter.too_old(group, self.limiter.version)) is not None:

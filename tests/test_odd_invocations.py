@@ -45,10 +45,9 @@ OF_REPLAY: Final = (
         f"prune {{m}}/run --dry-run --keep-gigabytes {value}"
         for value in ("nan", "inf", "-inf", "1e308", "-1")
     ),
-    *(f"prune {{m}}/run --dry-run --older-than-version {value}" for value in (HUGE, "nan")),
     *(f"list {{m}}/run --limit {value}" for value in ("-1", HUGE)),
     *(f"list {place}" for place in (LONG, "{w}/pipe", "{w}/file", f"{{m}}/run --version {HUGE}")),
-    *("stats {m}/run --min-lag nan", f"show {{m}}/run {LONG}", "show {m}/run 0 0"),
+    *("stats {m}/run --version nan", f"show {{m}}/run {LONG}", "show {m}/run 0 0"),
     *("video {m}/run 0 --rate 0", f"sheet {{m}}/run --successes {HUGE}", f"export {{m}}/run --out {LONG}"),
     *(
         "verify {w}/circle",

@@ -19,12 +19,11 @@ from asyncrl.config.bounds import AtLeast
 from asyncrl.config.help import subcommands
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.records import Episode, StartState
-from asyncrl.replay_tools.cleanup import Compact, Prune
 from asyncrl.replay_tools.episodes import ReplayCommand, find_group
 from asyncrl.replay_tools.export import Export
+from asyncrl.replay_tools.files import Compact, Prune, Verify
 from asyncrl.replay_tools.pictures import Comparison, Sheet, Video, comparison_sheet, comparison_table
 from asyncrl.replay_tools.tables import ListEpisodes, Show, Stats
-from asyncrl.replay_tools.verify import Verify
 from asyncrl.storage.media import require_png
 
 if TYPE_CHECKING:

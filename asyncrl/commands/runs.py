@@ -24,8 +24,8 @@ from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.replay.group_file import read_group_file
 from asyncrl.replay.store import PATTERN
-from asyncrl.replay_tools.cleanup import expendable
 from asyncrl.replay_tools.episodes import NOTHING, read_outcomes, sound, table, warn, watched
+from asyncrl.replay_tools.files import expendable
 from asyncrl.storage import run_folder, run_owner
 from asyncrl.storage.assets import kept
 from asyncrl.storage.run_folder import State, summarise

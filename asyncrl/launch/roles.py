@@ -18,7 +18,9 @@ from asyncrl.launch.job import Job, RunInfo, read_job
 from asyncrl.launch.placement import RELAYED, Placement, parse_placement, threads_of_actor, transport_of
 from asyncrl.observability import process_status, waits
 from asyncrl.replay.interface import ANY_FORMAT, EpisodeFormat
-from asyncrl.replay.replay import Replay, open_replay
+from asyncrl.replay.limiter import Limiter
+from asyncrl.replay.replay import Replay
+from asyncrl.replay.store import EpisodeStore
 from asyncrl.storage import run_owner
 from asyncrl.storage.run_folder import REPLAY
 
@@ -146,13 +148,9 @@ def open_run_replay(
     *,
     episodes: EpisodeFormat = ANY_FORMAT,
 ) -> Replay:
-    """Open a run's replay folder with the settings of the run; see `open_replay`."""
-    return open_replay(
-        folder,
-        config.replay,
-        config.algorithm,
-        episodes=episodes,
-        # The oldest checkpoint that is kept, while the next one is being written.
-        resume_window=config.checkpoint_every * (config.keep_checkpoints + 1),
-        warn=warn,
-    )
+    """Open a run's replay folder, with the settings of the run, and recover it."""
+    size, max_bytes = config.algorithm.group_size, int(config.replay.max_gigabytes * 1e9)
+    # The oldest checkpoint that is kept, while the next one is being written.
+    window = config.checkpoint_every * (config.keep_checkpoints + 1)
+    limiter = Limiter(config.replay, config.algorithm, episode_format=episodes, resume_window=window)
+    return Replay(EpisodeStore(folder, group_size=size, max_bytes=max_bytes, warn=warn), limiter, warn)

@@ -14,6 +14,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from asyncrl.episode_layout import decision_layout, optional_of, problem_with, version_of
+from asyncrl.errors import WireError
+from asyncrl.messaging.episode_codec import scalars_of
 from asyncrl.records import UNKNOWN_LENGTH, Episode, SamplingParams
 from asyncrl.replay.interface import ANY_FORMAT, EpisodeFormat, RefusalCause
 
@@ -55,9 +57,13 @@ def _outcome(episode: Episode, expected: Expected) -> str | None:
     return None
 
 
-def _actor(episode: Episode, expected: Expected) -> str | None:
+def _texts(episode: Episode, expected: Expected) -> str | None:
     if expected.actor not in (None, episode.actor):
         return f"it says that {episode.actor[:60]!r} imagined it, but {expected.actor!s:.60} sent it"
+    try:
+        scalars_of(episode)
+    except WireError as error:
+        return str(error)
     return None
 
 
@@ -152,7 +158,7 @@ def _versions(episode: Episode, expected: Expected) -> str | None:
 _CHECKS: Final[tuple[tuple[RefusalCause, bool, Callable[[Episode, Expected], str | None]], ...]] = (
     ("content", True, lambda episode, _: problem_with(episode)),
     ("content", True, _outcome),
-    ("content", False, _actor),
+    ("content", False, _texts),
     ("settings", True, _settings),
     ("settings", False, _length),
     ("settings", False, _played),

@@ -6,10 +6,11 @@ id, requests by number, and the files of groups never change, so repeating is ha
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
-from typing import Final
+from dataclasses import fields
+from typing import Any, Final
 
 from asyncrl.errors import ReplayError, SampleTimeout
 from asyncrl.messaging.keys import ClientKeys
@@ -17,7 +18,7 @@ from asyncrl.messaging.wire import Message
 from asyncrl.observability import metrics_system, process_status, waits  # noqa: F401  They define the replay's metrics.
 from asyncrl.observability.metrics import REGISTRY, Metric
 from asyncrl.records import Episode
-from asyncrl.replay.connection import NOT_SENT, PING_EVERY, RANK, RESEND_AFTER, Connection, Outbox, Sent
+from asyncrl.replay.connection import NOT_SENT, PING_EVERY, RANK, RESEND_AFTER, Connection, Outbox
 from asyncrl.replay.interface import (
     BatchDescription,
     Filling,
@@ -163,18 +164,6 @@ class ZmqActorPort:
             self._asked_until, self._asked = until, self._link.sent()
 
 
-@dataclass(kw_only=True)
-class _BatchRequest:
-    """A pending batch. It outlives a timeout, so that a late answer is not lost."""
-
-    groups: int
-    version: int
-    request: str
-    asked: Sent = NOT_SENT
-    numbers: tuple[int, ...] = ()
-    """The answer; empty until it comes."""
-
-
 class ZmqLearnerPort:
     """`LearnerPort` of a learner rank; ranks other than 0 only fetch."""
 
@@ -194,44 +183,78 @@ class ZmqLearnerPort:
         self._stop_sent = False
         role, name = (RANK, f"learner-{rank}") if rank else ("learner", "learner")
         self._link = Connection(endpoint, role, name, version, security, identity)
+        # The pending batch: it outlives a timeout, so that a late answer is not lost.
         self._requests = 0
-        self._request: _BatchRequest | None = None
-        self._fetch: _PartFetch | None = None
+        self._wanted: dict[str, Any] = {}  # Fields of the message `sample`; empty: none is pending.
+        self._chosen: tuple[int, ...] = ()  # The answer; empty until it comes.
+        self._asked = NOT_SENT
         self._reply: Message | None = None
 
     def choose(self, *, groups: int, version: int, timeout: float) -> BatchDescription:
         """See `LearnerPort`. After a timeout the same request goes on waiting."""
         self._link.version = max(self._link.version, version)
-        wanted = self._request
-        if wanted is None or (wanted.groups, wanted.version) != (groups, version):
+        about = {"groups": groups, "version": version}
+        if not self._wanted.items() >= about.items():
             self._requests += 1
-            request = f"{self._link.session}-{self._requests}"
-            wanted = self._request = _BatchRequest(groups=groups, version=version, request=request)
+            self._wanted = about | {"request": f"{self._link.session}-{self._requests}"}
+            self._chosen, self._asked = (), NOT_SENT
         deadline = time.monotonic() + timeout
-        while not wanted.numbers and (left := deadline - time.monotonic()) > 0:
-            self._ask(wanted)
+        while not self._chosen and (left := deadline - time.monotonic()) > 0:
+            if self._link.due(self._asked, RESEND_AFTER) and self._link.send_now("sample", **self._wanted):
+                self._asked = self._link.sent()
             self._exchange(left if self._link.server_id else min(left, 0.05))
-        if not wanted.numbers:
+        if not self._chosen:
             reply = self._ask_status(1.0)
-            if not wanted.numbers:
+            if not self._chosen:
                 contents = "does not answer" if reply is None else f"holds {reply['contents']}"
                 raise SampleTimeout(
                     f"No batch of {groups} groups at version {version} within {timeout:g} s: "
                     f"the replay at {self._link.endpoint} {contents}.",
                     **({} if reply is None else {x.name: reply[x.name] for x in fields(Filling)}),
                 )
-        self._request = None
-        return BatchDescription(request=wanted.request, numbers=wanted.numbers)
+        chosen = BatchDescription(request=self._wanted["request"], numbers=self._chosen)
+        self._wanted = {}
+        return chosen
 
     def fetch(
         self, wanted: BatchDescription, *, timeout: float, while_waiting: Callable[[], object] = lambda: None
     ) -> list[list[Episode]]:
         """See `LearnerPort`."""
-        self._fetch = _PartFetch(self._link, wanted)
-        try:
-            return self._fetch.run(self._exchange, timeout, while_waiting)
-        finally:
-            self._fetch = None
+        members: dict[int, dict[int, Episode]] = {number: {} for number in wanted.numbers}
+        missing, asked = dict.fromkeys(wanted.numbers), set[int]()  # Incomplete; of these, those requested.
+        heard_at, looked_at, active = time.monotonic(), -math.inf, NOT_SENT  # `active`: request or answer.
+        while missing:
+            if (now := time.monotonic()) - looked_at >= POLL_SECONDS:
+                looked_at = now
+                while_waiting()
+            if self._link.stopped:
+                raise ReplayError("The run was ended while a learner rank fetched its part of a batch.")
+            if now - heard_at > timeout:
+                raise ReplayError(
+                    f"The replay at {self._link.endpoint} sent nothing of a chosen batch for {timeout:g} s "
+                    "(--batch-timeout). See its log."
+                )
+            if self._link.due(active, RESEND_AFTER):  # All again: it restarted, or sent nothing for long.
+                asked.clear()
+            for number in [number for number in missing if number not in asked][: FETCH_WINDOW - len(asked)]:
+                about = {"request": wanted.request, "number": number}
+                if self._link.server_id and self._link.send_now("fetch", **about):
+                    asked.add(number)
+                    active = self._link.sent()
+            for message in self._exchange(POLL_SECONDS if self._link.server_id else 0.05):
+                if message.kind == "lost" and message["request"] == wanted.request:
+                    raise GroupLost(f"Group {message['number']} of the batch is lost: {message['reason']}.")
+                if message.episode is None or message["number"] not in missing:
+                    continue
+                found = members[message["number"]]
+                found[message.episode.member] = message.episode
+                heard_at = time.monotonic()
+                active = active._replace(at=heard_at)
+                process_status.progress()
+                if len(found) == message["size"]:
+                    del missing[message["number"]]
+                    asked.discard(message["number"])
+        return [[x for _, x in sorted(members[n].items())] for n in wanted.numbers]
 
     def report_version(self, version: int) -> None:
         """See `LearnerPort`."""
@@ -281,84 +304,18 @@ class ZmqLearnerPort:
                 asked = self._link.sent()
             self._exchange(min(left, 0.05))
 
-    def _exchange(self, wait: float) -> None:
+    def _exchange(self, wait: float) -> list[Message]:
+        """Returns the messages about groups that are fetched."""
+        others = list[Message]()
         for message in self._link.exchange(wait):
-            wanted = self._request
             if message.kind == "status_reply":
                 self._reply = message
             elif message.kind == "notice":
                 self._tell(f"replay: {message['text']}")
-            elif message.kind in ("nothing_to_learn", "chosen"):
-                if wanted is None or message["request"] != wanted.request:
-                    continue
+            elif message.kind in ("lost", "batch"):
+                others.append(message)
+            elif message["request"] == self._wanted.get("request"):
                 if message.kind == "nothing_to_learn":
                     raise NothingToLearn(message["reason"])
-                wanted.numbers = tuple(message["numbers"])
-            elif self._fetch is not None:
-                self._fetch.add(message)
-
-    def _ask(self, wanted: _BatchRequest) -> None:
-        about = {"request": wanted.request, "groups": wanted.groups, "version": wanted.version}
-        if self._link.due(wanted.asked, RESEND_AFTER) and self._link.send_now("sample", **about):
-            wanted.asked = self._link.sent()
-
-
-class _PartFetch:
-    """One part of a batch on its way."""
-
-    def __init__(self, link: Connection, wanted: BatchDescription) -> None:
-        self._link, self._wanted = link, wanted
-        self._missing = dict.fromkeys(wanted.numbers)  # Incomplete groups, in the order of the part.
-        self._asked = set[int]()
-        self._active = NOT_SENT  # Last request or answer.
-        self._members: dict[int, dict[int, Episode]] = {number: {} for number in wanted.numbers}
-        self._heard_at = time.monotonic()
-
-    def _ask(self) -> None:
-        """Request the next groups; all of them again if the replay restarted or sent nothing for long."""
-        if not self._link.server_id:
-            return
-        if self._link.due(self._active, RESEND_AFTER):
-            self._asked.clear()
-        for number in [number for number in self._missing if number not in self._asked]:
-            about = {"request": self._wanted.request, "number": number}
-            if len(self._asked) >= FETCH_WINDOW or not self._link.send_now("fetch", **about):
-                return
-            self._asked.add(number)
-            self._active = self._link.sent()
-
-    def add(self, message: Message) -> None:
-        if message.kind == "lost" and message["request"] == self._wanted.request:
-            raise GroupLost(f"Group {message['number']} of the batch is lost: {message['reason']}.")
-        if message.kind != "batch" or message["number"] not in self._missing:
-            return
-        assert message.episode is not None
-        number, members = message["number"], self._members[message["number"]]
-        members[message.episode.member] = message.episode
-        self._heard_at = time.monotonic()
-        self._active = self._active._replace(at=self._heard_at)
-        process_status.progress()
-        if len(members) == message["size"]:
-            del self._missing[number]
-            self._asked.discard(number)
-
-    def run(
-        self, exchange: Callable[[float], None], timeout: float, while_waiting: Callable[[], object]
-    ) -> list[list[Episode]]:
-        """Exchange messages, which passes them to `add`, until the part is complete."""
-        looked_at = -float("inf")
-        while self._missing:
-            now = time.monotonic()
-            if now - looked_at >= POLL_SECONDS:
-                looked_at = now
-                while_waiting()
-            if self._link.stopped:
-                raise ReplayError("The run was ended while a learner rank fetched its part of a batch.")
-            if now - self._heard_at > timeout:
-                raise ReplayError(
-                    f"The replay at {self._link.endpoint} sent nothing of a chosen batch for {timeout:g} s "
-                    "(--batch-timeout). See its log."
-                )
-            self._ask()
-            exchange(POLL_SECONDS if self._link.server_id else 0.05)
-        return [[x for _, x in sorted(self._members[n].items())] for n in self._wanted.numbers]
+                self._chosen = tuple(message["numbers"])
+        return others

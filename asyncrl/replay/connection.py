@@ -85,33 +85,28 @@ class Connection:
 
         Images of episodes are read-only views of their messages.
         """
+        found = list[Message]()
         with self._lock:
-            return self._exchange(wait)
-
-    def _exchange(self, wait: float) -> list[Message]:
-        if self._quiet():
-            self.send_now("ping") if self.server_id else self._introduce()
-        found: list[Message] = []
-        if wait > 0:
-            self._socket.poll(max(1, int(1000 * min(wait, PING_EVERY))))
-        if self._handshakes is not None:
-            self._handshakes.check()
-        while True:
-            try:
+            if self._quiet():
+                self.send_now("ping") if self.server_id else self._introduce()
+            if wait > 0:
+                self._socket.poll(max(1, int(1000 * min(wait, PING_EVERY))))
+            if self._handshakes is not None:
+                self._handshakes.check()
+            while self._socket.poll(0):
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return found
-            message = decode([frame.buffer for frame in frames], views=True)
-            if message.kind == "welcome":
-                self._welcome(message)
-            elif message.kind == "stopped":
-                self.stopped = True
-            elif message.kind == "refused":
-                raise ReplayError(f"the replay refused a message: {message['reason']}")
-            elif message.kind == "ended":
-                raise AttemptEnded(f"the replay at {self.endpoint}", message["attempt"])
-            else:
-                found.append(message)
+                message = decode([frame.buffer for frame in frames], views=True)
+                if message.kind == "welcome":
+                    self._welcome(message)
+                elif message.kind == "stopped":
+                    self.stopped = True
+                elif message.kind == "refused":
+                    raise ReplayError(f"the replay refused a message: {message['reason']}")
+                elif message.kind == "ended":
+                    raise AttemptEnded(f"the replay at {self.endpoint}", message["attempt"])
+                else:
+                    found.append(message)
+        return found
 
     def send_now(self, kind: str, **fields: Any) -> bool:
         """Send a message without waiting; False if the queue is full."""
@@ -207,7 +202,7 @@ class Outbox:
     @property
     def undelivered(self) -> bool:
         """True if something may not even have reached the replay."""
-        return any(not item.held for item in self._items.values())
+        return not all(item.held for item in self._items.values())
 
     def add(self, episode: Episode) -> None:
         """Add an episode; its arrays must not change any more."""
@@ -254,25 +249,20 @@ class JoinSettings:
     identity: RunIdentity = NO_RUN
 
 
-def ask_settings(endpoint: str, name: str, security: ClientKeys | None, timeout: float) -> JoinSettings:
-    """Ask a replay for the settings of its run.
+NO_SETTINGS: Final = JoinSettings(config="", weights="")
 
-    Raises:
-        ReplayError: No answer came, or the replay refuses: wrong keys, another version, a name that is taken.
-        WireError: It speaks another schema version, or garbage.
-    """
+
+def ask_settings(endpoint: str, name: str, security: ClientKeys | None, timeout: float) -> JoinSettings:
+    """Ask a replay for the settings of its run; it may refuse: wrong keys, another version, a taken name."""
     link = Connection(endpoint, VISITOR, name, 0, security, RunIdentity(secret=_secret_next_to(endpoint)))
     until, asked = time.monotonic() + timeout, NOT_SENT
     try:
         while time.monotonic() < until:
             if link.due(asked, PING_EVERY) and link.send_now("settings", name=name):
                 asked = link.sent()
-            for message in link.exchange(0.1):
-                if message.kind == "settings_reply":
-                    identity = RunIdentity(secret=message["secret"], attempt=message["attempt"])
-                    return JoinSettings(
-                        config=message["config"], weights=message["weights"], identity=identity
-                    )
+            for message in link.exchange(0.1):  # Nothing else is sent to a visitor.
+                identity = RunIdentity(secret=message["secret"], attempt=message["attempt"])
+                return JoinSettings(config=message["config"], weights=message["weights"], identity=identity)
             if link.stopped:
                 raise ReplayError(f"the run at {endpoint} is over.")
     finally:
@@ -284,9 +274,8 @@ def ask_settings(endpoint: str, name: str, security: ClientKeys | None, timeout:
 
 
 def _secret_next_to(endpoint: str) -> str:
-    if not endpoint.startswith("ipc://"):
-        return ""
     try:
-        return read_small(Path(endpoint.removeprefix("ipc://")).with_name(IDENTITY))
+        folder = Path(endpoint.removeprefix("ipc://")).parent
+        return read_small(folder / IDENTITY) if endpoint.startswith("ipc://") else ""
     except (OSError, ValueError):  # Then no replay answers, or it refuses this process.
         return ""

@@ -22,7 +22,6 @@ from asyncrl.episode_layout import (
     STORED_SCHEMA_VERSIONS,
     ArraySpec,
     as_fields,
-    decision_layout,
     episode_arrays,
     parse_specs,
     scalar_types,
@@ -40,22 +39,8 @@ FORMAT_VERSION: Final = 3
 GROUP: Final = "group"
 TABLE: Final = "episodes"
 CHECKSUMS: Final = "checksums"
-ROOT: Final[dict[str, type]] = {
-    "format": str,
-    "format_version": int,
-    "schema_version": int,
-    "group_number": int,
-    "group_id": str,
-    "group_size": int,
-    "task": str,
-    "start_state": str,
-    "actor": str,
-    "oldest_version": int,
-    "newest_version": int,
-    "successes": int,
-}
-"""Facts about a group: the first three are attributes, the others columns of `/group`."""
-CONSTANT: Final = tuple(ROOT)[:3]
+CONSTANT: Final = ("format", "format_version", "schema_version")
+"""Attributes of a file; the other facts about its group are columns of `/group`."""
 _PLAIN: Final = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
 _PLAIN.set_obj_track_times(False)
 _SCALAR: Final = h5py.h5s.create(h5py.h5s.SCALAR)
@@ -67,14 +52,16 @@ class GroupFile:
 
     path: Path
     number: int
+    group_size: int
+    task: str
     oldest_version: int
     newest_version: int
-    size: int  # Bytes on disk
+    successes: int
     decisions: int
     sampling: SamplingParams
     world_version: int  # The oldest of its episodes
     episode_ids: tuple[str, ...]
-    attributes: dict[str, Any]
+    size: int  # Bytes on disk
 
 
 def write_group(path: Path, number: int, episodes: Sequence[Episode]) -> GroupFile:
@@ -82,24 +69,21 @@ def write_group(path: Path, number: int, episodes: Sequence[Episode]) -> GroupFi
 
     Space for all of it is reserved before any of it is written. A failure leaves nothing behind.
     """
-    _check_siblings(episodes)
     version = version_of(episodes[0])
-    facts = {
-        **dict(zip(CONSTANT, (FORMAT, FORMAT_VERSION, version), strict=True)),
+    columns = {
         "group_number": number,
+        **{n: getattr(episodes[0], n) for n in ("group_id", "group_size", "task", "start_state", "actor")},
         "oldest_version": min(episode.oldest_version for episode in episodes),
         "newest_version": max(int(episode.policy_versions.max()) for episode in episodes),
         "successes": sum(episode.success for episode in episodes),
     }
-    attributes: dict[str, Any] = {n: facts[n] if n in facts else getattr(episodes[0], n) for n in ROOT}
+    group, table = _table([columns]), _episode_table(episodes, version)
     members = [episode_arrays(episode) for episode in episodes]
     sums = [tuple(zlib.crc32(as_bytes(array)) for array in arrays.values()) for arrays in members]
-    table = _episode_table(episodes, version)
-    row = {name: value for name, value in attributes.items() if name not in CONSTANT}
     with sealing(path) as (file, extents):
-        for name in CONSTANT:
-            _write_attribute(file.id, name, attributes[name])
-        _write_dataset(file, GROUP, _table([row]), "1")
+        for name, value in zip(CONSTANT, (FORMAT, FORMAT_VERSION, version), strict=True):
+            _write_attribute(file.id, name, value)
+        _write_dataset(file, GROUP, group, "1")
         _write_dataset(file, TABLE, table, "E")
         _write_dataset(file, CHECKSUMS, np.array(sums, [(name, "<u4") for name in members[0]]), "E")
         for name, spec in specs_of(episodes[0]).items():
@@ -108,17 +92,7 @@ def write_group(path: Path, number: int, episodes: Sequence[Episode]) -> GroupFi
             dataset = _write_dataset(file, name, joined, _letters(spec, parts[0]), spec.unit)
             if joined.size:
                 extents.append((dataset.get_offset(), joined.nbytes))
-    return _describe(path, attributes, table, path.stat().st_size)
-
-
-def _check_siblings(episodes: Sequence[Episode]) -> None:
-    layouts = [decision_layout(episode) for episode in episodes]
-    if any(layout != layouts[0] for layout in layouts):
-        raise ValueError(
-            "the episodes' samples or log-probs, or their cameras or states, differ in name, type or shape"
-        )
-    if len({version_of(episode) for episode in episodes}) > 1:
-        raise ValueError("some of the episodes say how many steps were taken, others do not")
+    return _describe(path, path.stat().st_size, group[0], table)
 
 
 def _episode_table(episodes: Sequence[Episode], version: int) -> NDArray[Any]:
@@ -171,7 +145,8 @@ def _letters(spec: ArraySpec, array: NDArray[Any]) -> str:
 def read_group_file(path: Path) -> GroupFile:
     """Read the facts about a group and the ids of its episodes."""
     with opened(path) as (file, size):
-        return _describe(path, _read_root(path, file), _read_table(file, TABLE), size)
+        _read_version(path, file)
+        return _describe(path, size, _read_table(file, GROUP)[0], _read_table(file, TABLE))
 
 
 def read_group(
@@ -181,39 +156,33 @@ def read_group(
 
     Args:
         names: Arrays to read, if the file has them; the others come back empty. None: all of them.
-
-    Raises:
-        ReplayError: It is torn, damaged, or of another format or schema version.
-        CodecMissing: It was compacted with a codec that is not installed here.
     """
     with opened(path) as (file, _):
-        root = _read_root(path, file)
-        table, checksums = _read_table(file, TABLE), _read_table(file, CHECKSUMS)
-        version = root["schema_version"]
+        version, table = _read_version(path, file), _read_table(file, TABLE)
+        checksums = _read_table(file, CHECKSUMS)
         dropped = ("world_versions",) if version == DROPPED_FIELDS_VERSION else ()
         known = tuple(name for name in checksums.dtype.names or () if name not in dropped)
         datasets = {name: dataset_in(file, name) for name in known}
-        specs = parse_specs([(name, _dtype(x), x.shape) for name, x in datasets.items()], version)
+        found = [(n, x.dtype.name if x.dtype.isnative else x.dtype.str, x.shape) for n, x in datasets.items()]
+        specs = parse_specs(found, version)
         wanted = [name for name in known if name in (names or known) and name not in without]
         for name in wanted:
             require_codec(path, datasets[name])
         arrays = {name: datasets[name][...] for name in wanted}
         empty = {name: np.empty(0, datasets[name].dtype) for name in known}
-    episodes = list[Episode]()
+    episodes, kinds = list[Episode](), scalar_types(version)
     try:
         for index, (row, sums) in enumerate(zip(table, checksums, strict=True)):
             parts = {name: _part(specs[name], array, row, index) for name, array in arrays.items()}
             for name, part in parts.items():
                 if zlib.crc32(as_bytes(part)) != sums[name]:
                     raise ValueError(f"the checksum of {name} does not match")
-            episodes.append(Episode(**_scalars(row, version), **as_fields(empty | parts)))
+            scalars: dict[str, Any] = {"steps_taken": UNKNOWN_LENGTH}
+            scalars |= {n: row[n].decode() if kind is str else row[n].item() for n, kind in kinds.items()}
+            episodes.append(Episode(**scalars, **as_fields(empty | parts)))
     except UNREADABLE as error:
         raise unreadable(path, error) from None
     return episodes
-
-
-def _dtype(dataset: h5py.Dataset) -> str:
-    return dataset.dtype.name if dataset.dtype.isnative else dataset.dtype.str
 
 
 def _part(spec: ArraySpec, array: NDArray[Any], row: Any, index: int) -> NDArray[Any]:
@@ -221,40 +190,34 @@ def _part(spec: ArraySpec, array: NDArray[Any], row: Any, index: int) -> NDArray
     return array[index] if axis == "E" else array[row[f"{axis}_begin"] : row[f"{axis}_end"]]
 
 
-def _scalars(row: Any, version: int) -> dict[str, Any]:
-    types = scalar_types(version)
-    scalars = {name: row[name].decode() if kind is str else row[name].item() for name, kind in types.items()}
-    return {"steps_taken": UNKNOWN_LENGTH, **scalars}
-
-
-def _describe(path: Path, attributes: dict[str, Any], table: NDArray[Any], size: int) -> GroupFile:
+def _describe(path: Path, size: int, group: Any, table: NDArray[Any]) -> GroupFile:
     return GroupFile(
         path=path,
-        number=attributes["group_number"],
-        oldest_version=attributes["oldest_version"],
-        newest_version=attributes["newest_version"],
-        size=size,
+        number=int(group["group_number"]),
+        group_size=int(group["group_size"]),
+        task=group["task"].decode(),
+        oldest_version=int(group["oldest_version"]),
+        newest_version=int(group["newest_version"]),
+        successes=int(group["successes"]),
         decisions=int(table["N_end"][-1]),
         sampling=SamplingParams(temperature=float(table["temperature"][0]), top_k=int(table["top_k"][0])),
         world_version=int(table["world_version"].min()),
         episode_ids=tuple(x.decode() for x in table["episode_id"].tolist()),
-        attributes=attributes,
+        size=size,
     )
 
 
-def _read_root(path: Path, file: h5py.File) -> dict[str, Any]:
+def _read_version(path: Path, file: h5py.File) -> int:
+    """Returns the schema version."""
     found: dict[str, Any] = {key: file.attrs[key] for key in CONSTANT}
-    for key, values in zip(
-        CONSTANT, ((FORMAT.encode(),), (FORMAT_VERSION,), STORED_SCHEMA_VERSIONS), strict=True
-    ):
+    readable = ((FORMAT.encode(),), (FORMAT_VERSION,), STORED_SCHEMA_VERSIONS)
+    for key, values in zip(CONSTANT, readable, strict=True):
         if found[key] not in values:
             raise ReplayError(
                 f"{path} has {key} {found[key]}, this asyncrl reads {' and '.join(map(str, values))}. "
                 "Use the version that wrote it."
             )
-    row = _read_table(file, GROUP)[0]
-    found |= {key: row[key] for key in ROOT if key not in CONSTANT}
-    return {key: found[key].decode() if kind is str else int(found[key]) for key, kind in ROOT.items()}
+    return int(found["schema_version"])
 
 
 def _read_table(file: h5py.File, name: str) -> NDArray[Any]:

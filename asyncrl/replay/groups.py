@@ -94,8 +94,8 @@ class GroupTable:
 
     def filter(self, number: int, newest_version: int, successes: int, size: int) -> None:
         """Close a stored group without a learning signal: its credit returns, it does not count as used."""
-        filtered = FilteredGroup(successes=successes, size=size)
-        self._close(number, ClosedGroup(answer="duplicate", version=newest_version, filtered=filtered))
+        closed = ClosedGroup(answer="duplicate", version=newest_version, filtered=(successes, size))
+        self._close(number, closed)
 
     def drop(self, number: int, status: ReceiptStatus, *, stored: bool = False) -> None:
         """Give a group up, for good or to grant its number again (`grants_again`)."""
@@ -176,15 +176,7 @@ class ClosedGroup:
     answer: ReceiptStatus  # Receipt of its late or repeated episodes
     version: int  # The learner's then; of a filtered group that of its newest decision
     used: bool = False
-    filtered: FilteredGroup | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class FilteredGroup:
-    """A complete group whose episodes all had the same return."""
-
-    successes: int
-    size: int
+    filtered: tuple[int, int] | None = None  # Successes and episodes, all with the same return
 
 
 def number_of(group_id: str) -> int:

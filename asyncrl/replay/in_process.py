@@ -135,7 +135,7 @@ class InProcessLearnerPort:
 
     def stop(self) -> None:
         """See `LearnerPort`."""
-        self._replay.stop()
+        self._replay.stopped = True
 
     def close(self) -> None:
         """See `LearnerPort`."""

@@ -91,8 +91,7 @@ class GroupGrant:
     """Permission to imagine one group."""
 
     number: int
-    """0, 1, 2 ... in the order of granting; decides the start state and all seeds. Unique within one learner
-    session. A resumed session repeats the numbers that were lost with the old one."""
+    """0, 1, 2 ... in the order of granting; decides start state and seeds. A resume repeats those it lost."""
     min_version: int
     """Oldest policy version that may sample the group's first decision."""
     keep_video: bool
@@ -177,12 +176,9 @@ class ActorPort(Protocol):
     """The actor's side of the replay. Used by one thread."""
 
     def acquire_groups(self, groups: int, timeout: float) -> list[GroupGrant]:
-        """Ask for up to `groups` >= 1 more groups; return as soon as there is one.
+        """Ask for up to `groups` >= 1 more groups; empty without credit within `timeout` seconds.
 
-        Further ones may come with the next call. Empty without credit within `timeout` seconds.
-
-        Raises:
-            RunStopped: The learner ended the run.
+        Returns as soon as there is one. Raises `RunStopped` if the learner ended the run.
         """
         ...
 
@@ -222,12 +218,8 @@ class LearnerPort(Protocol):
     def choose(self, *, groups: int, version: int, timeout: float) -> BatchDescription:
         """Wait for a batch: `groups` complete groups, no decision older than the lag bound at `version`.
 
-        From then on they count as used.
-
-        Raises:
-            SampleTimeout: No batch within `timeout` seconds; has the replay's `Filling`.
-            NothingToLearn: Too many groups in a row were filtered.
-            ReplayError: No start state is left that can be imagined.
+        From then on they count as used. Raises `SampleTimeout` without a batch within `timeout` seconds,
+        `NothingToLearn`, or a `ReplayError` if nothing can be imagined.
         """
         ...
 
@@ -236,12 +228,8 @@ class LearnerPort(Protocol):
     ) -> list[list[Episode]]:
         """Fetch the groups of a batch, or of a part of it, in its order, on any learner rank.
 
-        Args:
-            while_waiting: Called about once a second.
-
-        Raises:
-            ReplayError: Nothing came for `timeout` seconds.
-            GroupLost: A group cannot be read any more.
+        `while_waiting` is called about once a second. Raises a `ReplayError` if nothing came for `timeout`
+        seconds, `GroupLost` if a group cannot be read any more.
         """
         ...
 

@@ -86,10 +86,10 @@ class GroupLifecycle:
         self.success, limiter = SuccessWindow(), self.state.limiter
         for group in limiter.ready.values():
             if group.newest_version == limiter.version:
-                self.success.add(group.attributes["successes"], group.attributes["group_size"])
+                self.success.add(group.successes, group.group_size)
         for closed in limiter.closed.values():
             if closed.filtered is not None and closed.version == limiter.version:
-                self.success.add(closed.filtered.successes, closed.filtered.size)
+                self.success.add(*closed.filtered)
 
     def write_in_background(self) -> None:
         """Let a thread write the files from now on, one after another."""
@@ -138,7 +138,7 @@ class GroupLifecycle:
             self.store.ledger.keep_spare()
         self.receipts += [(actor, Receipt(episode_id=x.episode_id, status="stored")) for x in members]
         self.state.make_ready(number, group_file)
-        self.success.add(group_file.attributes["successes"], len(members))
+        self.success.add(group_file.successes, len(members))
         if self.state.limiter.filter_groups and has_no_signal(members):
             self.filter(number)
         self.trim()
@@ -146,7 +146,7 @@ class GroupLifecycle:
     def filter(self, number: int) -> None:
         """Close a stored group without a learning signal."""
         group_file = self.store.group_files[number]
-        successes = int(group_file.attributes["successes"])
+        successes = group_file.successes
         self.state.commit(
             Filtered(filtered=number, newest_version=group_file.newest_version, successes=successes)
         )
@@ -179,8 +179,8 @@ class GroupLifecycle:
             count, decisions = len(episodes), sum(len(episode.policy_versions) for episode in episodes)
             task = episodes[0].task if episodes else ""
         elif group_file is not None:
-            count, decisions = group_file.attributes["group_size"], group_file.decisions
-            task = group_file.attributes["task"]
+            count, decisions = group_file.group_size, group_file.decisions
+            task = group_file.task
         event = Dropped(
             dropped=number,
             status=status,

@@ -79,7 +79,7 @@ class Limiter(GroupTable):
 
     def matches_run(self, group: GroupFile) -> bool:
         """True if a group has the run's size, world and sampling."""
-        same = group.sampling == self.sampling and group.attributes["group_size"] == self.group_size
+        same = group.sampling == self.sampling and group.group_size == self.group_size
         return same and self.episode_format.world_version in (None, group.world_version)
 
     def record_heartbeat(self, actor: str) -> None:
@@ -204,18 +204,10 @@ class Limiter(GroupTable):
                 found.append(number)
         return found
 
-    def unfinished(self, actor: str) -> list[int]:
-        """List the incomplete open groups of an actor."""
-        return [n for n, group in self.open.items() if group.actor == actor and not self.complete(n)]
-
     def stale(self) -> dict[int, ReceiptStatus]:
         """Return the ready and open groups with a decision beyond the lag bound, each with its status."""
-        groups = {**self.ready, **{number: group for number, group in self.open.items() if group.members}}
-        return {
-            number: why
-            for number, group in groups.items()
-            if (why := self.too_old(group, self.version)) is not None
-        }
+        groups = {**self.ready, **self.open}.items()
+        return {n: why for n, group in groups if (why := self.too_old(group, self.version)) is not None}
 
     @property
     def usable(self) -> dict[int, GroupFile]:

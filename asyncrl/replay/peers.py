@@ -14,7 +14,7 @@ from asyncrl.messaging.episode_codec import Buffer
 from asyncrl.messaging.wire import Message, encode
 from asyncrl.replay.connection import RANK, VISITOR, JoinSettings
 from asyncrl.replay.replay import Replay
-from asyncrl.storage.run_owner import NO_RUN, RunIdentity
+from asyncrl.storage.run_owner import RunIdentity
 
 NAME_RESERVED: Final = 5.0
 """Seconds after its last sign of life for which an actor's name is not given to one that joins."""
@@ -62,12 +62,11 @@ class Peers:
         self,
         replay: Replay,
         sender: PeerSender,
-        settings: JoinSettings | None,
-        identity: RunIdentity = NO_RUN,
+        settings: JoinSettings,
+        identity: RunIdentity,
         *,
-        keyed: bool = False,
+        keyed: bool,
     ) -> None:
-        """Start without peers. `settings` are sent to actors that join; None: none can join."""
         self.replay, self.sender, self.settings = replay, sender, settings
         self.identity, self._keyed = identity, keyed
         self.server_id = os.urandom(8).hex()
@@ -138,15 +137,13 @@ class Peers:
         if peer not in self._visitors:
             self.welcome(peer, known=False)
             return
-        name, settings = message["name"], self.settings
+        name = message["name"]
         if name in self.actors.values() and self.replay.state.limiter.since_heartbeat(name) < NAME_RESERVED:
             why = f"the run has an actor called {name!r}. Use another --name, or try again when it ended."
             self.sender.send(peer, "refused", reason=why)
-        elif settings is None:
-            self.sender.send(peer, "refused", reason="this replay has no settings to tell.")
         else:
-            whose = {"secret": settings.identity.secret, "attempt": settings.identity.attempt}
-            about = {"config": settings.config, "weights": settings.weights}
+            whose = {"secret": self.identity.secret, "attempt": self.identity.attempt}
+            about = {"config": self.settings.config, "weights": self.settings.weights}
             self.sender.send(peer, "settings_reply", **about, **whose)
 
     def send_quarantined(self, peer: bytes) -> bool:

@@ -8,28 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
-from asyncrl.config.algorithm import AlgorithmSettings
-from asyncrl.config.sections import ReplaySettings
-from asyncrl.errors import WireError
-from asyncrl.messaging.episode_codec import scalars_of
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability.metrics import Metric, reduce
 from asyncrl.records import Episode
 from asyncrl.replay.admission import is_start_of
 from asyncrl.replay.events import ActorStarted, LearnerStarted, Refused
 from asyncrl.replay.groups import number_of
-from asyncrl.replay.interface import (
-    ANY_FORMAT,
-    ENDLESS,
-    EpisodeFormat,
-    Filling,
-    GroupFailure,
-    GroupGrant,
-    Receipt,
-)
+from asyncrl.replay.interface import ENDLESS, Filling, GroupFailure, GroupGrant, Receipt
 from asyncrl.replay.lifecycle import GroupLifecycle
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.sampling import BatchChooser
@@ -42,22 +29,6 @@ REFUSED_GROUPS: Final = 8
 """An actor is hopeless when so many of its groups were refused since it completed one."""
 
 
-def open_replay(
-    folder: Path,
-    settings: ReplaySettings,
-    algorithm: AlgorithmSettings,
-    *,
-    episodes: EpisodeFormat = ANY_FORMAT,
-    resume_window: int = 20,
-    warn: Callable[[str], None] = print,
-) -> Replay:
-    """Open the replay of a run and recover its folder."""
-    max_bytes = int(settings.max_gigabytes * 1e9)
-    store = EpisodeStore(folder, group_size=algorithm.group_size, max_bytes=max_bytes, warn=warn)
-    limiter = Limiter(settings, algorithm, episode_format=episodes, resume_window=resume_window)
-    return Replay(store, limiter, warn)
-
-
 class Replay:
     """Answers the actors and the learner of a run."""
 
@@ -66,7 +37,7 @@ class Replay:
         self.state = ReplayState(store.ledger, limiter, store.made_with)
         self.lifecycle = GroupLifecycle(store, self.state, warn)
         self.batches = BatchChooser(self.lifecycle, warn)
-        self.stopped = False
+        self.stopped = False  # True once the learner ended the run
         self._decisions = 0.0
         self.lifecycle.recover()
 
@@ -74,7 +45,7 @@ class Replay:
         """Record a learner at `version`. A new session starts or resumes the run; a known one reconnected."""
         if session != self.state.learner:
             self.lifecycle.finish()
-            self.batches.begin()
+            self.batches.forget()
             self.lifecycle.roll_back(version, in_turns=in_turns)
             self.state.commit(LearnerStarted(learner=session, version=version))
             self.lifecycle.count_successes()
@@ -92,9 +63,10 @@ class Replay:
 
     def leave(self, actor: str) -> None:
         """Give up an actor's unfinished groups; others get the credit at once."""
-        for number in self.state.limiter.unfinished(actor):
+        limiter = self.state.limiter
+        for number in [n for n, x in limiter.open.items() if x.actor == actor and not limiter.complete(n)]:
             self.lifecycle.drop(number, "dropped_deadline")
-        record = self.state.limiter.actors[actor]
+        record = limiter.actors[actor]
         record.readings, record.refused = {}, 0
 
     def grant(self, actor: str, request_number: int = -1) -> GroupGrant | None:
@@ -128,7 +100,10 @@ class Replay:
         number, limiter = number_of(episode.group_id), self.state.limiter
         if number in self.lifecycle.unwritten:  # Its problem could give the group up.
             self.lifecycle.finish()
-        receipt = self._check(episode, actor)
+        if self.store.holds(number, episode.episode_id):
+            receipt = Receipt(episode_id=episode.episode_id, status="duplicate")
+        else:
+            receipt = limiter.admit(episode, actor)
         if receipt.status == "held":
             if limiter.complete(number):
                 limiter.actors[limiter.open[number].actor].refused = 0
@@ -266,10 +241,6 @@ class Replay:
             for metric, value in metrics.items()
         }
 
-    def stop(self) -> None:
-        """End the run."""
-        self.stopped = True
-
     def status(self) -> dict[Metric, float]:
         """Return `replay/*` (without the lag of batches) and the actors' readings."""
         state, limiter = self.state, self.state.limiter
@@ -301,13 +272,3 @@ class Replay:
         """Close the folder."""
         self.batches.close()
         self.lifecycle.close()
-
-    def _check(self, episode: Episode, actor: str | None) -> Receipt:
-        if self.store.holds(number_of(episode.group_id), episode.episode_id):
-            return Receipt(episode_id=episode.episode_id, status="duplicate")
-        try:
-            scalars_of(episode)
-        except WireError as error:
-            name = episode.episode_id
-            return Receipt(episode_id=name, status="dropped_invalid", reason=str(error), cause="content")
-        return self.state.limiter.admit(episode, actor)

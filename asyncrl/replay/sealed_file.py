@@ -20,7 +20,7 @@ from typing import Final
 
 import h5py
 
-from asyncrl.errors import CodecMissing, DiskFull, OutOfFiles, ReplayError
+from asyncrl.errors import CodecMissing, OutOfFiles, ReplayError
 from asyncrl.observability import signals
 from asyncrl.storage.atomic import replacing
 from asyncrl.storage.untrusted import open_regular
@@ -70,13 +70,8 @@ def sealing(path: Path) -> Iterator[tuple[h5py.File, list[tuple[int, int]]]]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[h5py.File, int]]:
-    """Open a sealed file and return its bytes; errors of h5py in the block mean that it is damaged.
-
-    Raises:
-        OutOfFiles: No file can be opened now.
-        ReplayError: It cannot be read, was cut short, or was changed.
-    """
-    size = check_whole(path)
+    """Open a sealed file and return its bytes; errors of h5py in the block mean that it is damaged."""
+    size = _check_whole(path)
     try:
         with h5py.File(path, "r", locking=False) as file:  # It never changes.
             yield file, size
@@ -91,8 +86,7 @@ def make_footer(extents: Sequence[tuple[int, int]], checksum: int, length: int) 
     return body + _CRC.pack(zlib.crc32(body))
 
 
-def check_whole(path: Path) -> int:
-    """Check a file's structure against its footer, before HDF5 opens it; return its bytes."""
+def _check_whole(path: Path) -> int:
     try:
         handle = open_regular(path)
         try:
@@ -155,14 +149,6 @@ def damaged(path: Path, why: str) -> ReplayError:
 def is_full(error: OSError) -> bool:
     """True if an error of writing means that there is no space."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
-def write_error(what: str, error: OSError) -> ReplayError:
-    """Return the error of a failed write; `what` as in "X could not be written"."""
-    if signals.exhausted(error):
-        return OutOfFiles(f"{what}: {error}. {signals.REMEDY}")
-    kind = DiskFull if is_full(error) else ReplayError
-    return kind(f"{what}: {error}. Free disk space, or lower --replay.max-gigabytes.")
 
 
 def require_codec(path: Path, dataset: h5py.Dataset) -> None:

@@ -24,7 +24,7 @@ from asyncrl.messaging.sockets import LINGER_MS, ConnectionGuard, bind_router
 from asyncrl.messaging.wire import WITH_EPISODE, Message, decode
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.process_status import set_activity
-from asyncrl.replay.connection import JoinSettings
+from asyncrl.replay.connection import NO_SETTINGS, JoinSettings
 from asyncrl.replay.interface import CAUSES, REPORTED, GroupFailure
 from asyncrl.replay.peers import Peers, PeerSender
 from asyncrl.replay.replay import Replay
@@ -50,29 +50,19 @@ def serve_replay(
     endpoint: str,
     *,
     security: ServerKeys | None = None,
-    settings: JoinSettings | None = None,
+    settings: JoinSettings = NO_SETTINGS,
     identity: RunIdentity = NO_RUN,
     stop_event: threading.Event | None = None,
-    ready: Callable[[], None] | None = None,
+    ready: Callable[[], object] = lambda: None,
 ) -> None:
-    """Run the replay until it is over.
-
-    Args:
-        security: The replay's keys and allow-list; None for an endpoint that only this user can reach.
-        settings: Sent to actors that join; None: none can join.
-
-    Raises:
-        ConfigError: The endpoint cannot be used.
-        ReplayError: The disk no longer takes episodes.
-    """
+    """Run the replay until it is over; without `security` only this user may reach the endpoint."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         with (
             admitting(context, security),
             closing(ConnectionGuard(socket := bind_router(context, endpoint, security))) as guard,
         ):
-            if ready is not None:
-                ready()
+            ready()
             replay.lifecycle.write_in_background()
             replay.batches.read_in_background()
             server = ReplayServer(replay, socket, settings, identity, guard, keyed=security is not None)
@@ -89,7 +79,7 @@ class ReplayServer:
         self,
         replay: Replay,
         socket: zmq.Socket[bytes],
-        settings: JoinSettings | None = None,
+        settings: JoinSettings = NO_SETTINGS,
         identity: RunIdentity = NO_RUN,
         guard: ConnectionGuard | None = None,
         *,
@@ -110,18 +100,13 @@ class ReplayServer:
         """Serve until stopped, orphaned, or abandoned by all after the learner's stop."""
         parent, serve_until = os.getppid(), float("inf")
         while not stop_event.is_set() and os.getppid() == parent and time.monotonic() < serve_until:
-            self.serve_once(self._poll_ms)
+            # Short sleeps while threads work, whose end no message reports.
+            busy = self.replay.lifecycle.unwritten or self._hand_over.busy
+            self.serve_once(1 if busy else 5 if self.replay.batches.busy else POLL_MS)
             if self.replay.stopped:
                 serve_until = min(serve_until, time.monotonic() + SHUTDOWN_TIMEOUT)
                 if not self.peers.actors:
                     return
-
-    @property
-    def _poll_ms(self) -> int:
-        """Longest sleep: short while threads work, whose end no message reports."""
-        if self.replay.lifecycle.unwritten or self._hand_over.busy:
-            return 1
-        return 5 if self.replay.batches.busy else POLL_MS
 
     def serve_once(self, wait_ms: int) -> None:
         """Handle the messages that came within `wait_ms` milliseconds, then send all that is due."""
@@ -278,7 +263,7 @@ class ReplayServer:
                 about = {"contents": self.replay.contents()[:4000], **asdict(self.replay.filling)}
                 self.sender.send(peer, "status_reply", readings=named, **about)
             case "stop" if from_learner:
-                self.replay.stop()
+                self.replay.stopped = True
                 for other in [peer, *self.peers.actors]:
                     if not self.sender.send(other, "stopped"):
                         self.peers.remove(other)
@@ -292,8 +277,8 @@ class HandOver:
 
     def __init__(self, batches: BatchChooser, state: ReplayState, sender: PeerSender) -> None:
         self._batches, self._state, self._sender = batches, state, sender
-        # Routing id of a rank -> group that it requested and does not have -> its messages sent so far.
-        self._due: dict[bytes, dict[int, int]] = {}
+        # Routing id of a rank -> groups that it requested and does not have, in the order of its requests.
+        self._due: dict[bytes, dict[int, None]] = {}
 
     @property
     def busy(self) -> bool:
@@ -306,7 +291,7 @@ class HandOver:
         if request != self._state.request or number not in self._state.batch:
             self._send_lost(rank, request, number, "it is not of the batch that was chosen last")
         else:
-            self._due.setdefault(rank, {}).setdefault(number, 0)
+            self._due.setdefault(rank, {})[number] = None
 
     def forget(self, rank: bytes) -> None:
         """Drop a rank's requests: it is gone, or starts again."""
@@ -316,13 +301,13 @@ class HandOver:
         """Send every rank as much as it accepts of the groups that are read; start to read the others."""
         for rank, due in list(self._due.items()):
             for number in list(due):
-                if number not in self._state.batch or self._send(rank, number, due):
+                if number not in self._state.batch or self._send(rank, number):
                     del due[number]
             if not due or rank in self._sender.unreachable:
                 self.forget(rank)  # It will ask again.
 
-    def _send(self, rank: bytes, number: int, due: dict[int, int]) -> bool:
-        """Send the remaining messages of a group; True if the rank has all of them, or none will come."""
+    def _send(self, rank: bytes, number: int) -> bool:
+        """True if the rank has all messages of a group, or none will come; else all are sent again."""
         try:
             group = self._batches.load(number)
         except OutOfFiles:  # Tried again in the next pass.
@@ -332,11 +317,9 @@ class HandOver:
         if why := group.damaged or group.unusable:
             self._send_lost(rank, self._state.request, number, why)
             return True
-        for frames in group.messages[due[number] :]:
-            if not self._sender.send_frames(rank, frames):
-                return False
-            due[number] += 1
-        self._batches.forget(number)
+        if not all(self._sender.send_frames(rank, frames) for frames in group.messages):
+            return False
+        self._batches.sent(number)
         return True
 
     def _send_lost(self, rank: bytes, request: str, number: int, why: str) -> None:

@@ -95,7 +95,7 @@ class ReplayState:
         """Make a group with a file ready; its episodes are counted once."""
         self.limiter.make_ready(number, group)
         self.quarantine.on_complete_group()
-        self.counters.add("stored", group.attributes["group_size"])
+        self.counters.add("stored", group.group_size)
 
 
 class Quarantine:

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.episode_layout import SCHEMA_VERSION
-from asyncrl.errors import OutOfFiles, ReplayError
+from asyncrl.errors import DiskFull, OutOfFiles, ReplayError
+from asyncrl.observability import signals
 from asyncrl.records import Episode
 from asyncrl.replay.events import Ledger, read_line, write_line
 from asyncrl.replay.group_file import FORMAT, FORMAT_VERSION, GroupFile, read_group_file, write_group
-from asyncrl.replay.sealed_file import damaged, write_error
+from asyncrl.replay.sealed_file import damaged, is_full
 from asyncrl.storage.atomic import flush, replacing
 from asyncrl.storage.untrusted import make_folder, open_regular, parse_json, read_bytes, remove
 
@@ -39,6 +40,9 @@ class EpisodeStore:
     ) -> None:
         """Open or create the folder and recover it; beyond `max_bytes` unneeded groups are deleted."""
         self.folder, self.max_bytes, self._warn = folder, max_bytes, warn
+        self.group_files: dict[int, GroupFile] = {}
+        self.total_bytes = 0
+        self._removed: dict[int, tuple[str, ...]] = {}  # Episodes of groups to be sealed again.
         try:
             make_folder(folder)
             self._unlock = weakref.finalize(self, os.close, _lock(folder))
@@ -46,13 +50,7 @@ class EpisodeStore:
             """Episodes per group when the folder was made; the ledger has later sizes."""
             for torn in folder.glob("*.tmp"):
                 remove(torn)
-        except OSError as error:
-            raise _unwritable(folder, error) from None
-        self.group_files: dict[int, GroupFile] = {}
-        self.total_bytes = 0
-        self._removed: dict[int, tuple[str, ...]] = {}  # Episodes of groups to be sealed again.
-        self._recover()
-        try:
+            self._recover()
             self.ledger = Ledger(folder / LEDGER, warn)
         except OSError as error:
             raise _unwritable(folder, error) from None
@@ -63,7 +61,13 @@ class EpisodeStore:
         try:
             return write_group(self.folder / file_name(number), number, members)
         except OSError as error:
-            raise write_error(f"group {number} could not be written to {self.folder}", error) from None
+            kind, remedy = ReplayError, "Free disk space, or lower --replay.max-gigabytes."
+            if signals.exhausted(error):
+                kind, remedy = OutOfFiles, signals.REMEDY
+            elif is_full(error):
+                kind = DiskFull
+            why = f"group {number} could not be written to {self.folder}: {error}. {remedy}"
+            raise kind(why) from None
 
     def enter(self, group_file: GroupFile) -> GroupFile:
         """Record a group whose file is durable."""

@@ -6,12 +6,10 @@ out, a damaged one is reported on stderr.
 
 from __future__ import annotations
 
-import math
 import shutil
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeVar
 
@@ -21,7 +19,7 @@ from asyncrl.config.bounds import Bounded
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.records import Episode
 from asyncrl.replay.events import Dropped, Event, Filtered, Granted, Ready, Used, read_entries, read_events
-from asyncrl.replay.group_file import GroupFile, read_group, read_group_file
+from asyncrl.replay.group_file import read_group, read_group_file
 from asyncrl.replay.store import PATTERN, file_name, read_meta
 
 BAR: Final = 32  # characters of the longest bar
@@ -86,9 +84,6 @@ class GroupOutcomes:
     """Group -> the event that closed it."""
     again: set[int] = field(default_factory=set)
     """Groups that wait to be used again, because a resume lost the update that had used them."""
-    drops: Counter[tuple[str, str, int]] = field(default_factory=Counter)
-    """Why, task and episodes that had arrived -> how often a group was given up, also when it was granted
-    again. The task is empty where no episode had arrived, and in ledgers of earlier versions."""
 
     def of(self, number: int) -> Outcome:
         """Return the outcome of a group; `unused`: it waits, or the ledger does not know it."""
@@ -119,8 +114,6 @@ class GroupOutcomes:
             case Filtered(filtered=number) | Dropped(dropped=number):
                 self._forget(number)
                 self.closed[number] = event
-        if isinstance(event, Dropped):
-            self.drops[event.status, event.task, event.episodes] += 1
 
     def _forget(self, number: int) -> None:
         self.closed.pop(number, None)
@@ -184,13 +177,9 @@ def read_rows(folder: Path, names: Sequence[str] = LIGHT) -> Iterator[StoredEpis
     for path in watched(sorted(folder.glob(PATTERN)), "reading groups"):
         found = sound(path, lambda path: (read_group_file(path).number, read_group(path, names)))
         number, episodes = found or (0, [])
+        about = {"used_at": outcomes.used_at(number), "outcome": outcomes.of(number)}
         for episode in episodes:
-            yield _row(number, path, episode, outcomes)
-
-
-def _row(number: int, path: Path, episode: Episode, outcomes: GroupOutcomes) -> StoredEpisode:
-    used_at, outcome = outcomes.used_at(number), outcomes.of(number)
-    return StoredEpisode(number=number, path=path, episode=episode, used_at=used_at, outcome=outcome)
+            yield StoredEpisode(number=number, path=path, episode=episode, **about)
 
 
 def sound(path: Path, read: Callable[[Path], Item]) -> Item | None:
@@ -215,37 +204,26 @@ def reread(row: StoredEpisode) -> Episode:
 
 def find_row(folder: Path, beginning: str) -> StoredEpisode:
     """Find the one episode whose id begins with `beginning`, with all its arrays."""
-    found: list[tuple[GroupFile, str]] = []
-    for path in watched(sorted(folder.glob(PATTERN)), "looking for it"):
-        group_file = sound(path, read_group_file)
-        if group_file is not None:
-            found += [(group_file, x) for x in group_file.episode_ids if x.startswith(beginning)]
+    found = [row for row in read_rows(folder) if row.episode.episode_id.startswith(beginning)]
     if len(found) != 1:
-        several = ", ".join(x for _, x in found[:5])
+        several = ", ".join(row.episode.episode_id for row in found[:5])
         raise ConfigError(
             f"no stored episode's id begins with {beginning!r}. `asyncrl replay list` shows them."
             if not found
             else f"{len(found)} episodes' ids begin with {beginning!r}: {several} ... Give more digits."
         )
-    group_file, episode_id = found[0]
-    episode = next(e for e in read_group(group_file.path) if e.episode_id == episode_id)
-    return _row(group_file.number, group_file.path, episode, read_outcomes(folder, warn))
+    return replace(found[0], episode=reread(found[0]))
 
 
 def find_group(folder: Path, number: int) -> list[Episode]:
-    """Read the episodes of one group, with all their arrays, in the order of the members.
-
-    Raises:
-        ConfigError: It has no file.
-        ReplayError: Its file is damaged.
-    """
+    """Read the episodes of one group, with all their arrays, in the order of the members."""
     path = folder / file_name(number)
     if not path.is_file():
         raise ConfigError(
             f"{folder} has no file of group {number}: it was never complete, or the run did not need it any "
             "more. `asyncrl replay list` shows which groups there are."
         )
-    return sorted(read_group(path), key=lambda episode: episode.member)
+    return read_group(path)
 
 
 def warn(line: str) -> None:
@@ -282,37 +260,22 @@ class EpisodeSelection(ReplayCommand):
     """Only episodes whose group waits, or was dropped."""
     filtered: bool = False
     """Only episodes whose group was filtered: all its returns are equal."""
-    min_lag: int | None = None
-    """Only used episodes whose oldest decision was at least this many updates old."""
-    max_lag: int | None = None
-    """Only used episodes whose oldest decision was at most this many updates old."""
     version: int | None = None
     """Only episodes with a decision by this policy version."""
     world_version: int | None = None
     """Only episodes of this world model; -1: of a simulator."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.min_lag is not None and self.max_lag is not None and self.min_lag > self.max_lag:
-            raise ConfigError(
-                f"--min-lag {self.min_lag} is above --max-lag {self.max_lag}, so no episode fits. Swap them."
-            )
 
     def rows(self, names: Sequence[str] = LIGHT) -> Iterator[StoredEpisode]:
         """Read the chosen episodes with the arrays `names`, as far as they have them."""
         successes = {True, False} if self.success == self.no_success else {self.success}
         groups = {"used": self.used, "unused": self.unused, "dropped": self.unused, "filtered": self.filtered}
         outcomes = [name for name, wanted in groups.items() if wanted] or list(groups)
-        no_lag = self.min_lag is None and self.max_lag is None
-        least = -math.inf if self.min_lag is None else self.min_lag
-        most = math.inf if self.max_lag is None else self.max_lag
         for row in read_rows(self.folder, names):
             episode = row.episode
             if (
                 self.task in episode.task
                 and episode.success in successes
                 and row.outcome in outcomes
-                and (no_lag or (row.lag is not None and least <= row.lag <= most))
                 and self.version in (None, *episode.policy_versions.tolist())
                 and self.world_version in (None, episode.world_version)
             ):

@@ -24,7 +24,7 @@ from asyncrl.storage.atomic import replacing
 from asyncrl.storage.media import Mp4Writer, can_write_mp4
 
 QUANTILES: Final = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
-"""As LeRobot calls them; between two samples they are interpolated."""
+"""As LeRobot calls them; of numbers they are interpolated between two samples."""
 _LEVELS: Final = 256
 
 
@@ -43,24 +43,16 @@ def level_counts(pictures: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 def picture_statistics(counts: NDArray[np.int64], pictures: int) -> dict[str, Any]:
     """Return ``[3, 1, 1]`` lists by name of levels in [0, 1], and how many pictures there were."""
-    channels = [_of_levels(levels) for levels in counts]
-    found = {name: [[[channel[name]]] for channel in channels] for name in channels[0]}
+    found, levels = dict[str, Any](), np.arange(_LEVELS) / 255
+    for weights in counts:
+        seen, mean = levels[weights > 0], float(np.average(levels, weights=weights))
+        std = math.sqrt(float(np.average((levels - mean) ** 2, weights=weights)))
+        channel = {"min": seen[0], "max": seen[-1], "mean": mean, "std": std}
+        for name, share in QUANTILES.items():
+            channel[name] = np.quantile(levels, share, weights=weights, method="inverted_cdf")
+        for name, value in channel.items():
+            found.setdefault(name, []).append([[float(value)]])
     return found | {"count": [pictures]}
-
-
-def _of_levels(counts: NDArray[np.int64]) -> dict[str, float]:
-    seen, levels, total = np.flatnonzero(counts), np.arange(_LEVELS) / 255, int(counts.sum())
-    mean = float((counts * levels).sum() / total)
-    spread = math.sqrt(float((counts * (levels - mean) ** 2).sum() / total))
-    found = {"min": float(levels[seen[0]]), "max": float(levels[seen[-1]]), "mean": mean, "std": spread}
-    return found | {name: _quantile(counts, total, share) for name, share in QUANTILES.items()}
-
-
-def _quantile(counts: NDArray[np.int64], total: int, share: float) -> float:
-    """Return what `np.quantile` gives of all the levels that were counted, in [0, 1]."""
-    ends, place = np.cumsum(counts), (total - 1) * share
-    low, high = (int(np.searchsorted(ends, at, side="right")) for at in (math.floor(place), math.ceil(place)))
-    return (low + (high - low) * (place - math.floor(place))) / 255
 
 
 IMAGE: Final = "observation.images.agentview"
@@ -238,7 +230,8 @@ class _DataSet:
             for size in about["shape"]
         ]
         columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
-        cells = {name: _cells(column) for name, column in columns.items()}
+        # LeRobot has a list of one number as the number.
+        cells = {name: (x[:, 0] if x.shape[1:] == (1,) else x).tolist() for name, x in columns.items()}
         _write_table(self._folder / "data" / f"{FILE}.parquet", pa.table(cells, pa.schema(kinds)))
         _write_table(meta / "episodes" / f"{FILE}.parquet", pa.Table.from_pylist(self._episodes))
         _write_table(meta / "tasks.parquet", _task_table(pa, list(self._tasks)))
@@ -271,24 +264,14 @@ class _DataSet:
         return {f"stats/{name}/{what}": value for name, of in own.items() for what, value in of.items()}
 
 
-def _cells(column: NDArray[Any]) -> list[Any]:
-    """Return the cells of a column; LeRobot has a list of one number as the number."""
-    return (column[:, 0] if column.ndim == 2 and column.shape[1] == 1 else column).tolist()
-
-
 def _task_table(pa: Any, tasks: list[str]) -> Any:
     """Return the tasks and their numbers; the note for pandas makes the text the index, for LeRobot."""
     table = pa.table({"task_index": pa.array(range(len(tasks)), pa.int64()), "task": pa.array(tasks)})
-    columns = [("task_index", "int64", "int64"), ("task", "unicode", "object")]
-    note = {
-        "index_columns": ["task"],
-        "column_indexes": [],
-        "columns": [
-            {"name": n, "field_name": n, "pandas_type": p, "numpy_type": t, "metadata": None}
-            for n, p, t in columns
-        ],
-        "pandas_version": "2.0.0",
-    }
+    columns = [
+        {"name": n, "field_name": n, "pandas_type": p, "numpy_type": t, "metadata": None}
+        for n, p, t in (("task_index", "int64", "int64"), ("task", "unicode", "object"))
+    ]
+    note = {"index_columns": ["task"], "column_indexes": [], "columns": columns, "pandas_version": "2.0.0"}
     return table.replace_schema_metadata({"pandas": json.dumps(note)})
 
 

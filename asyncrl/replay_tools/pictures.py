@@ -31,20 +31,7 @@ from asyncrl.replay_tools.episodes import (
     watched,
 )
 from asyncrl.rewards.interface import deciding_step
-from asyncrl.storage.media import (
-    GREEN,
-    INK,
-    PAPER,
-    RED,
-    can_write_mp4,
-    captioned,
-    enlarged,
-    in_columns,
-    in_row,
-    movie_suffix,
-    require_png,
-    write_movie,
-)
+from asyncrl.storage import media
 
 TILE_WIDTH = 96
 
@@ -62,11 +49,7 @@ class Sheet(EpisodeSelection):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.successes == self.failures == 0:
-            raise ConfigError(
-                "--successes and --failures are both 0, which leaves nothing to draw. Raise one."
-            )
-        require_png(self.out)
+        media.require_png(self.out)
 
     def run(self) -> int:
         """Draw successes at the left and failures at the right, old versions at the top."""
@@ -82,7 +65,7 @@ class Sheet(EpisodeSelection):
             heads.append(f"{len(columns[-1])} of {len(half)} {name}")
         if not any(columns):
             raise ConfigError(f"{self.path} holds no episode to draw. Raise --successes or --failures.")
-        in_columns(columns, heads).save(self.out)
+        media.in_columns(columns, heads).save(self.out)
         print(f"{self.out}: {heads[0]}, {heads[1]}")
         return 0
 
@@ -106,22 +89,22 @@ def tile(row: StoredEpisode, episode: Episode) -> Image.Image:
         (f"step {last * chunk}", episode.frames[last]),
         last_picture(episode),
     ]
-    pictures = [captioned(enlarged(frame, TILE_WIDTH), [text], edge=PAPER) for text, frame in told]
+    pictures = [
+        media.captioned(media.enlarged(frame, TILE_WIDTH), [text], edge=media.PAPER) for text, frame in told
+    ]
     outcome = (
         f"success in step {episode.steps}" if episode.success else f"no success in {episode.steps} steps"
     )
     about = f"{outcome}   version {row.versions}   {episode.episode_id[:8]}"
-    return captioned(in_row(pictures, 2), [episode.task, about], edge=GREEN if episode.success else RED)
+    return media.captioned(
+        media.in_row(pictures, 2), [episode.task, about], edge=media.GREEN if episode.success else media.RED
+    )
 
 
 def last_picture(episode: Episode) -> tuple[str, NDArray[np.uint8]]:
-    """Return the picture that an episode's verdict is about, and what it is.
-
-    The one that was judged is there when its video was kept, or when it is the last of all; else the last
-    one is shown, with its own score, which may be another.
-    """
+    """Return title and picture that was judged; if it is not kept the last one, with its own score."""
     scores = episode.success_scores.reshape(-1)
-    end = min(len(scores), len(episode.rewards) * episode.rewards.shape[1])
+    end = len(scores)
     if episode.success and len(episode.video) >= episode.steps:
         return f"judged {scores[episode.steps - 1]:.2f}", episode.video[episode.steps - 1]
     word = "judged" if episode.success and episode.steps == end else f"step {end}:"
@@ -160,15 +143,16 @@ class Video(ReplayCommand):
 
     def run(self) -> int:
         """Write the movies, and say from which frames."""
-        if not can_write_mp4() and self.out.suffix != ".mp4":
+        if not media.can_write_mp4() and self.out.suffix != ".mp4":
             print("av is not installed, so this writes .gif; for .mp4: pip install 'asyncrl[video]'")
-        targets = [self._target(beginning) for beginning in self.episodes]
-        for beginning, target in watched(list(zip(self.episodes, targets, strict=True)), "movies"):
+        named = self.out.suffix in (".mp4", ".gif")
+        self._check_out(named)
+        for beginning in watched(self.episodes, "movies"):
             episode = find_row(self.folder, beginning).episode
-            path = target / f"{episode.episode_id[:12]}{movie_suffix()}" if target.is_dir() else target
+            path = self.out if named else self.out / f"{episode.episode_id[:12]}{media.movie_suffix()}"
             frames = movie_of(episode)
             kept = len(episode.video) > 0
-            write_movie(
+            media.write_movie(
                 path,
                 (np.asarray(frame) for frame in frames),
                 rate=self.rate if kept else max(1, self.rate // episode.rewards.shape[1]),
@@ -177,8 +161,7 @@ class Video(ReplayCommand):
             print(f"{path}: {len(frames)} frames of {episode.episode_id[:12]}, {source}")
         return 0
 
-    def _target(self, beginning: str) -> Path:
-        named = self.out.suffix in (".mp4", ".gif")
+    def _check_out(self, named: bool) -> None:
         if named and len(self.episodes) > 1:
             raise ConfigError(
                 f"--out {self.out} is one file, but {len(self.episodes)} episodes were named. Give a folder."
@@ -189,19 +172,17 @@ class Video(ReplayCommand):
             )
         if named and not self.out.parent.is_dir():
             raise ConfigError(f"--out {self.out} is not in an existing folder. Make {self.out.parent} first.")
-        return self.out
 
 
 def movie_of(episode: Episode) -> list[Image.Image]:
     """Draw an episode: from the kept video frame by frame, else from the observations of its decisions."""
     if len(episode.video):
-        first = [(0, episode.frames[0])]
-        shown = first + [(step + 1, frame) for step, frame in enumerate(episode.video)]
+        shown = list(enumerate([episode.frames[0], *episode.video]))
     else:
         frames = [*episode.frames, episode.final_frame]
         taken = episode.rewards.size if episode.steps_taken == UNKNOWN_LENGTH else episode.steps_taken
         shown = [(min(episode.rewards.shape[1] * n, taken), frame) for n, frame in enumerate(frames)]
-    return [_frame(episode, step, enlarged(frame, MOVIE_WIDTH)) for step, frame in shown]
+    return [_frame(episode, step, media.enlarged(frame, MOVIE_WIDTH)) for step, frame in shown]
 
 
 def _frame(episode: Episode, steps: int, picture: Image.Image) -> Image.Image:
@@ -214,7 +195,7 @@ def _frame(episode: Episode, steps: int, picture: Image.Image) -> Image.Image:
         f"step {steps} / {len(scores)}   version {episode.policy_versions[decision]}",
         f"score {score}   reward {rewarded:g}",
     ]
-    return captioned(picture, lines, edge=GREEN if fulfilled else INK)
+    return media.captioned(picture, lines, edge=media.GREEN if fulfilled else media.INK)
 
 
 CLOSE_FRAMES: Final = 2
@@ -278,8 +259,16 @@ class Comparison:
 
 def comparison_table(found: Sequence[Comparison]) -> str:
     """Return one row per member: the largest differences, and a verdict."""
-    rows = [_cells(one) for one in found]
-    return table([list(rows[0]), *(list(row.values()) for row in rows)])
+    titles = ("member", "decisions", "ended", "the same end", "frames", "scores", "log-probs", "verdict")
+    rows = [
+        (
+            *(str(x.episode.member), str(len(x.episode.actions)), _end(x.episode)),
+            *("yes" if x.same_end else "no", str(x.frame_gap), f"{x.score_gap:.2g}"),
+            *(NOTHING if np.isnan(x.logprob_gap) else f"{x.logprob_gap:.2g}", x.verdict),
+        )
+        for x in found
+    ]
+    return table([titles, *rows])
 
 
 def comparison_sheet(found: Sequence[Comparison]) -> Image.Image:
@@ -287,32 +276,21 @@ def comparison_sheet(found: Sequence[Comparison]) -> Image.Image:
     half = -(-len(found) // 2)
     head = f"stored, imagined again, difference x {AMPLIFIED}"
     columns = [[_tile(one) for one in some] for some in (found[:half], found[half:])]
-    return in_columns(columns, [head, head])
+    return media.in_columns(columns, [head, head])
 
 
 def _tile(found: Comparison) -> Image.Image:
     stored, again = found.episode.final_frame, found.video[-1]
     difference = np.abs(stored.astype(np.int16) - again) * AMPLIFIED
     frames = [stored, again, difference.clip(0, 255).astype(np.uint8)]
-    pictures = [enlarged(frame, TILE_WIDTH) for frame in frames]
+    pictures = [media.enlarged(frame, TILE_WIDTH) for frame in frames]
     lines = [
         f"member {found.episode.member}: {_end(found.episode)}",
         f"{found.verdict}   frames {found.frame_gap}   scores {found.score_gap:.1g}",
     ]
-    return captioned(in_row(pictures, 2), lines, edge=RED if found.verdict == "differs" else GREEN)
-
-
-def _cells(found: Comparison) -> dict[str, str]:
-    return {
-        "member": str(found.episode.member),
-        "decisions": str(len(found.episode.actions)),
-        "ended": _end(found.episode),
-        "the same end": "yes" if found.same_end else "no",
-        "frames": str(found.frame_gap),
-        "scores": f"{found.score_gap:.2g}",
-        "log-probs": NOTHING if np.isnan(found.logprob_gap) else f"{found.logprob_gap:.2g}",
-        "verdict": found.verdict,
-    }
+    return media.captioned(
+        media.in_row(pictures, 2), lines, edge=media.RED if found.verdict == "differs" else media.GREEN
+    )
 
 
 def _end(episode: Episode) -> str:

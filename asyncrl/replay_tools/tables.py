@@ -21,9 +21,7 @@ from asyncrl.replay_tools.episodes import (
     StoredEpisode,
     bar,
     find_row,
-    read_outcomes,
     table,
-    warn,
 )
 
 SORTS = Literal["number", "success", "steps", "lag", "version"]
@@ -159,7 +157,7 @@ class Stats(EpisodeSelection):
 
     def run(self) -> int:
         """Print the bars."""
-        found = summarise(self.rows(), read_outcomes(self.folder, warn).drops)
+        found = summarise(self.rows())
         if not found["episodes"]:
             raise ConfigError(
                 f"{self.path} holds no episode that fits. Widen the flags, or wait for the run."
@@ -168,17 +166,10 @@ class Stats(EpisodeSelection):
         return 0
 
 
-def summarise(rows: Iterable[StoredEpisode], drops: Counter[tuple[str, str, int]]) -> dict[str, Any]:
-    """Count episodes, for JSON; success is a share in [0, 1], lags and lengths count decisions.
-
-    Args:
-        drops: See `GroupOutcomes.drops`; of the whole run, whatever was selected.
-    """
-    won, by_task, by_version = (
-        list[bool](),
-        defaultdict[str, list[bool]](list),
-        defaultdict[int, list[bool]](list),
-    )
+def summarise(rows: Iterable[StoredEpisode]) -> dict[str, Any]:
+    """Count episodes, for JSON; success is a share in [0, 1], lags and lengths count decisions."""
+    won, by_task = list[bool](), defaultdict[str, list[bool]](list)
+    by_version = defaultdict[int, list[bool]](list)
     lags, lengths, groups, steps = Counter[int](), Counter[int](), dict[int, str](), 0
     for row in rows:
         for outcomes in (won, by_task[row.episode.task], by_version[row.episode.oldest_version]):
@@ -196,10 +187,6 @@ def summarise(rows: Iterable[StoredEpisode], drops: Counter[tuple[str, str, int]
         "by_version": {str(version): _success_of(own) for version, own in sorted(by_version.items())},
         "decisions_by_lag": {str(lag): n for lag, n in sorted(lags.items())},
         "episodes_by_decisions": {str(length): n for length, n in sorted(lengths.items())},
-        "groups_given_up": [
-            {"why": why, "task": task, "episodes_arrived": arrived, "times": times}
-            for (why, task, arrived), times in sorted(drops.items())
-        ],
     }
 
 
@@ -219,16 +206,9 @@ def _as_text(found: dict[str, Any]) -> str:
             for name, count in found[key].items()
         ]
         parts += _topic(title, rows)
-    drops = {
-        f"{x['why'].removeprefix('dropped_')}, {x['episodes_arrived']}, {x['task'] or 'not known'}": x[
-            "times"
-        ]
-        for x in found["groups_given_up"]
-    }
     for title, numbers in (
         ("decisions by lag when used (updates)", found["decisions_by_lag"]),
         ("episodes by length (decisions)", found["episodes_by_decisions"]),
-        ("groups given up: why, episodes that had arrived, task", drops),
     ):
         rows = [(name, str(n), bar(n, max(numbers.values()))) for name, n in numbers.items()]
         parts += _topic(title, rows)

@@ -21,7 +21,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.settings import FitDecoder, FitPolicy, FitReward, FitStarts, FitWorld
 from asyncrl.launch.join import JoinOptions
-from asyncrl.replay_tools.cleanup import Prune
+from asyncrl.replay_tools.files import Prune
 from asyncrl.replay_tools.pictures import Video
 from asyncrl.replay_tools.tables import ListEpisodes, Stats
 from asyncrl.simulators.interface import Demonstrator

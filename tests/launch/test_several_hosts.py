@@ -16,7 +16,7 @@ import pytest
 
 from asyncrl.errors import ReplayError
 from asyncrl.observability import process_status
-from asyncrl.replay.group_file import GroupFile, read_group_file
+from asyncrl.replay.group_file import GroupFile, read_group, read_group_file
 from asyncrl.replay.store import PATTERN
 from support import ROOT, TESTS
 from support.chaos_run import Report
@@ -245,7 +245,7 @@ def groups_of(run: Path, actor: str) -> list[GroupFile]:
     for path in sorted((run / "replay").glob(PATTERN)):
         with contextlib.suppress(ReplayError, OSError):  # The run has deleted it meanwhile.
             found.append(read_group_file(path))
-    return [group for group in found if group.attributes["actor"] == actor]
+    return [group for group in found if read_group(group.path, ("rewards",))[0].actor == actor]
 
 
 def has_groups_since(run: Path, actor: str, version: int) -> bool:

@@ -142,7 +142,7 @@ def test_members_of_a_group_that_was_stored_and_then_dropped_are_duplicates(tmp_
     replay.lifecycle.trim()
     assert not replay.store.group_files
     for _ in range(2):
-        assert replay.status()[m.DROPPED_LAG] == 4
+        assert replay.status()[m.DROPPED_LAG] == replay.status()[m.DROPPED_DECISIONS[m.DROPPED_LAG]] == 4
         assert push(replay, 0, version=0) == ["duplicate"] * 2
         replay.close()
         replay = open_small(tmp_path, filtering=False, max_lag=0)

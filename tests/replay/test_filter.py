@@ -26,7 +26,7 @@ from asyncrl.replay.interface import Filling, GroupGrant, NothingToLearn
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
 from asyncrl.replay_tools.episodes import read_rows
-from asyncrl.replay_tools.verify import check_files
+from asyncrl.replay_tools.files import check_files
 from support.episodes import make_episode
 from support.replay import next_batch, open_replay, read_batch
 

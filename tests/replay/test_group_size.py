@@ -11,7 +11,7 @@ from asyncrl.config.sections import ReplaySettings
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import metrics_system as m
 from asyncrl.replay.replay import Replay
-from asyncrl.replay_tools.verify import Verify
+from asyncrl.replay_tools.files import Verify
 from support.episodes import make_episode
 from support.replay import read_batch
 

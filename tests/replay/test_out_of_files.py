@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import resource
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,29 +11,11 @@ import pytest
 
 from asyncrl.errors import OutOfFiles
 from asyncrl.observability import metrics_system as s
-from asyncrl.observability import process_status, signals, waits
-from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
+from asyncrl.observability import signals
 from asyncrl.replay.group_file import GroupFile, read_group_file
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
-from support import child_environment
-from support.replay import Clock, fill, group_of, load, make_limiter, next_batch, open_store, read_batch
-from support.replay_server import acquire, push_group, until
-from support.whole_runs import free_port
-
-PATIENCE = 30.0
-REPLAY = """
-import logging, sys
-from pathlib import Path
-from asyncrl.launch.roles import open_run_replay
-from asyncrl.observability import process_status
-from asyncrl.replay.server import serve_replay
-from support.replay_server import CONFIG
-logging.basicConfig(level=logging.INFO)
-process_status.publish_as(Path(sys.argv[1]), "replay")
-replay = open_run_replay(Path(sys.argv[1]) / "replay", CONFIG)
-serve_replay(replay, sys.argv[2], ready=lambda: print("ready", flush=True))
-"""
+from support.replay import Clock, fill, group_of, load, make_limiter, open_store, read_batch
 
 
 @contextlib.contextmanager
@@ -116,61 +92,3 @@ def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-@pytest.mark.multiprocess
-@pytest.mark.timeout(90)
-def test_200_silent_connections_to_a_replay_of_few_files_cost_no_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """About 1,000 of them ended a keyed run at the usual limit of 1,024 files."""
-    monkeypatch.setattr(process_status, "_own_file", None)
-    monkeypatch.setattr(process_status, "_early", {})
-    process_status.publish_as(tmp_path, "learner-0")
-    port = free_port()
-    endpoint, log = f"tcp://127.0.0.1:{port}", tmp_path / "replay.log"
-    command = [sys.executable, "-c", REPLAY, str(tmp_path), endpoint]
-    with log.open("w") as file:
-        replay = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=file,
-            env=child_environment(),
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128)),
-        )
-    assert replay.stdout is not None
-    silent = list[socket.socket]()
-    try:
-        assert replay.stdout.readline() == b"ready\n", log.read_text()
-        learner = ZmqLearnerPort(endpoint, version=0)
-        assert learner.status()
-        actor = ZmqActorPort(endpoint, "actor-0")
-        began = time.monotonic()
-        for version in itertools.count():
-            while len(silent) < min(200, 40 * (version + 1)):
-                silent.append(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE))
-            for _ in range(2):
-                push_group(actor, acquire(actor), "actor-0", version)
-            until(actor, 0)
-            assert len(next_batch(learner, groups=2, version=version, timeout=PATIENCE)) == 2
-            learner.report_version(version + 1)
-            if version >= 10:
-                break
-        assert time.monotonic() - began < PATIENCE
-        assert waits.wait_metrics()[s.DISCONNECTED] >= 200 - 64
-        late = ZmqActorPort(endpoint, "actor-1")
-        push_group(late, acquire(late), "actor-1", version + 1)
-        until(late, 0)
-        for each in (actor, late):
-            each.close(5.0)
-        learner.close()
-        assert replay.poll() is None, log.read_text()
-        assert not (tmp_path / "replay" / "quarantine").exists()
-        assert len(list((tmp_path / "replay").glob("*.h5"))) == 23
-        assert "Free disk space" not in log.read_text()
-    finally:
-        for each in silent:
-            each.close()
-        replay.send_signal(signal.SIGKILL)
-        replay.wait()
-        replay.stdout.close()

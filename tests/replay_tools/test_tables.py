@@ -49,10 +49,6 @@ def test_list_shows_one_aligned_row_per_episode(run_dir: Path, capsys: pytest.Ca
         (["--filtered"], ["aaaa", "bbbb"]),
         (["--unused"], ["cccc", "dddd", "eeee", "ffff"]),
         (["--used", "--filtered", "--success"], ["0123"]),
-        (["--min-lag", "2"], ["0123", "0124"]),
-        (["--min-lag", "3"], []),
-        (["--max-lag", "1"], []),
-        (["--min-lag", "1", "--max-lag", "2"], ["0123", "0124"]),
         (["--version", "1"], ["0123", "0124", "aaaa", "bbbb"]),
         (["--world-version", "3", "--version", "2", "--success"], ["dddd"]),
         (["--world-version", "-1"], []),
@@ -143,9 +139,6 @@ def test_stats_count_success_lag_and_lengths(run_dir: Path, capsys: pytest.Captu
     }
     assert said["decisions_by_lag"] == {"1": 2, "2": 2}
     assert said["episodes_by_decisions"] == {"2": 8}
-    assert said["groups_given_up"] == [
-        {"why": "dropped_lag", "task": "put the blue cube away", "episodes_arrived": 2, "times": 1}
-    ]
 
 
 def test_stats_print_bars(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +175,6 @@ def test_verify_passes_a_sound_replay_and_names_a_damaged_file(
             [{"used": [2], "request": "", "version": 1}],
             "used at version 1, but it holds a decision of version 2",
         ),
-        ([{"filtered": 2, "newest_version": 2, "successes": 2}], "successes is 1, the ledger says 2"),
         ([{"used": [7], "request": "", "version": 9}], "group 7 was used or filtered, but never granted"),
         ([{"ready": 5}], "group-00000005.h5: the ledger says that it waits to be used again"),
         (
@@ -250,8 +242,6 @@ def groups(run: Path) -> list[int]:
     [
         (["--keep-gigabytes", "0"], [2]),
         (["--keep-gigabytes", "1"], [0, 1, 2, 3]),
-        (["--older-than-version", "2"], [1, 2]),
-        (["--older-than-version", "9"], [2]),
         (["--keep-gigabytes", "0", "--dry-run"], [0, 1, 2, 3]),
     ],
 )
@@ -323,9 +313,7 @@ def test_bad_input_is_answered_with_exit_code_2(
     [
         ["list", "--sucess"],
         ["list", "--limit", "-1"],
-        ["list", "--min-lag", "3", "--max-lag", "2"],
         ["prune"],
-        ["prune", "--keep-gigabytes", "1", "--older-than-version", "2"],
         ["prune", "--keep-gigabytes", "-1"],
         ["sheet", "--out", "stats.jpg"],
         ["sheet", "--out", "no/s.png"],

@@ -144,17 +144,6 @@ def test_the_last_picture_of_a_tile_is_the_judged_one_or_says_its_own_score(
     assert np.array_equal(picture, episode.video[11] if shown == "video 11" else episode.final_frame)
 
 
-def test_the_sheet_of_one_kind_has_one_column(run_dir: Path) -> None:
-    sizes = []
-    for flags in ([], ["--success"]):
-        out = run_dir / f"sheet{len(flags)}.png"
-        assert run_inspection(["sheet", str(run_dir), "--out", str(out), *flags]) == 0
-        with Image.open(out) as image:
-            sizes.append(image.size)
-    assert sizes[1][0] < sizes[0][0]
-    assert sizes[1][1] < sizes[0][1]
-
-
 def test_episodes_are_chosen_over_all_versions(run_dir: Path) -> None:
     rows = list(read_rows(run_dir / "replay"))
     assert [row.episode.oldest_version for row in spread(rows, 3)] == [0, 1, 2]

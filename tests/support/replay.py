@@ -46,7 +46,9 @@ def ready(oldest: int, newest: int, size: int = 2) -> GroupFile:
         sampling=SamplingParams(temperature=1.0),
         world_version=0,
         episode_ids=(),
-        attributes={"group_size": size, "successes": 0},
+        group_size=size,
+        task="",
+        successes=0,
     )
 
 

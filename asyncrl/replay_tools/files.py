@@ -1,0 +1,242 @@
+"""Run `asyncrl replay verify`, `prune` and `compact`: check a replay's files, and make it smaller."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+import h5py
+
+from asyncrl.config.bounds import AtLeast
+from asyncrl.episode_layout import problem_with
+from asyncrl.errors import ReplayError
+from asyncrl.records import Episode
+from asyncrl.replay.events import Dropped, Used
+from asyncrl.replay.group_file import GroupFile, read_group, read_group_file
+from asyncrl.replay.sealed_file import opened, sealing
+from asyncrl.replay.store import PATTERN, file_name
+from asyncrl.replay_tools.episodes import GroupOutcomes, ReplayCommand, read_outcomes, sound, warn, watched
+from asyncrl.storage import run_owner
+from asyncrl.storage.assets import kept
+from asyncrl.storage.atomic import flush, replacing
+from asyncrl.storage.untrusted import dataset_in
+
+IMAGES: Final = ("frames", "final_frame", "video", "more_frames", "final_more_frames")
+GZIP: Final = 4  # Level of compression
+PER_CHUNK: Final = 8
+"""Images in a chunk: neighbours resemble each other, so with fewer the file would be larger."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verify(ReplayCommand):
+    """Check checksums, schema, completeness of groups, and the ledger against the files."""
+
+    def run(self) -> int:
+        """Print one line per problem, then a summary; 1 when there was a problem."""
+        folder = self.folder
+        problems, group_files = check_files(folder)
+        # The ledger is read after the files: a live run notes a grant before it writes the group's file.
+        outcomes = read_outcomes(folder, problems.append)
+        problems += check_ledger(outcomes, group_files)
+        for problem in problems:
+            print(f"PROBLEM {problem}")
+        away, aside = (len(list((folder / name).glob("*"))) for name in ("quarantine", "set_aside"))
+        deleted = len(outcomes.needless() - group_files.keys())
+        print(
+            f"{len(group_files)} groups are readable, {len(problems)} problems, {away} files in quarantine "
+            f"since earlier, {aside} set aside; {deleted} groups that were used or filtered have no readable "
+            "file"
+        )
+        return 1 if problems else 0
+
+
+def check_files(folder: Path) -> tuple[list[str], dict[int, GroupFile]]:
+    """Read every file completely; return what is wrong, and the sound files by group number."""
+    problems, group_files, seen = list[str](), dict[int, GroupFile](), dict[str, str]()
+    for path in watched(sorted(folder.glob(PATTERN)), "verifying groups"):
+        try:
+            group_file = read_group_file(path)
+            problem = problem_with_group(group_file, read_group(path))
+        except (ReplayError, FileNotFoundError) as error:
+            group_file, problem = None, str(error)
+        if group_file is None or problem:
+            if path.exists():  # A live run deletes groups that it does not need any more.
+                problems.append(f"{path.name}: {problem}")
+            continue
+        group_files[group_file.number] = group_file
+        for episode_id in group_file.episode_ids:
+            if episode_id in seen:
+                problems.append(f"{path.name}: episode {episode_id} is in {seen[episode_id]} too")
+            seen[episode_id] = path.name
+    return problems, group_files
+
+
+def problem_with_group(group_file: GroupFile, episodes: Sequence[Episode]) -> str | None:
+    """Return the problem of a readable group, or None if it is sound."""
+    if group_file.path.name != file_name(group_file.number):
+        return f"it says that it is group {group_file.number}"
+    members, size = [episode.member for episode in episodes], group_file.group_size
+    if members != list(range(size)):
+        return f"its members are {members}, expected 0 to {size - 1}"
+    if len({(episode.group_id, episode.task) for episode in episodes}) != 1:
+        return "its members belong to different groups or tasks"
+    problems = (f"episode {x.episode_id}: {problem}" for x in episodes if (problem := problem_with(x)))
+    return next(problems, None)
+
+
+def check_ledger(outcomes: GroupOutcomes, group_files: dict[int, GroupFile]) -> Iterator[str]:
+    """Compare the ledger with the sound files."""
+    for number, group_file in sorted(group_files.items()):
+        name, event = group_file.path.name, outcomes.closed.get(number)
+        if number not in outcomes.granted:
+            yield f"{name}: the ledger never granted group {number}"
+        if isinstance(event, Dropped) and event.status == "dropped_resume" and group_file.path.exists():
+            yield f"{name}: the ledger says that a resume deleted it"  # Perhaps it just did, above.
+        if isinstance(event, Used) and event.version < (newest := group_file.newest_version):
+            yield f"{name}: used at version {event.version}, but it holds a decision of version {newest}"
+    for number in sorted(outcomes.again - group_files.keys()):
+        yield f"{file_name(number)}: the ledger says that it waits to be used again, but it cannot be read"
+    for number in sorted(outcomes.needless() - outcomes.granted - group_files.keys()):
+        yield f"ledger.log: group {number} was used or filtered, but never granted"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compact(ReplayCommand):
+    """Compress the images of groups that were used, filtered or dropped. Refuses on a live run."""
+
+    all: bool = False
+    """Also groups that wait: for a run that is over. A resume reads them all the same, only slower."""
+
+    def run(self) -> int:
+        """Rewrite one file after the other and say what it saves; 1 when a file could not be read."""
+        folder, sizes, unreadable = self.folder, list[tuple[int, int]](), 0
+        with locked(folder):
+            paths, outcomes = sorted(folder.glob(PATTERN)), read_outcomes(folder, warn)
+            for path in watched(paths, "compressing"):
+                group_file = sound(path, read_group_file)
+                if group_file is None:
+                    unreadable += 1
+                elif (self.all or outcomes.of(group_file.number) != "unused") and not is_compressed(path):
+                    size = compact(path)
+                    unreadable += size is None
+                    sizes += [] if size is None else [(group_file.size, size)]
+        before, after = (sum(x[k] for x in sizes) / 1e6 for k in (0, 1))
+        print(
+            f"compressed {len(sizes)} of {len(paths)} groups with gzip: {before:.2f} MB to {after:.2f} MB; "
+            f"the others still wait, are compressed already or cannot be read ({unreadable})"
+        )
+        return 1 if unreadable else 0
+
+
+def is_compressed(path: Path) -> bool:
+    """True if the images of a sealed file are compressed: nothing else is stored in chunks."""
+    with opened(path) as (file, _):
+        return any(dataset_in(file, name).chunks for name in IMAGES if name in file)
+
+
+def compact(path: Path) -> int | None:
+    """Compress the images of a sealed file durably; at any moment its name leads to a whole file.
+
+    Returns its new bytes; None when it is damaged, which is reported, and left as it is.
+    """
+    try:
+        read_group(path)
+        with replacing(path) as part:
+            with h5py.File(path, "r") as old, sealing(part) as (new, _):
+                _copy(old, new)
+            read_group(part)  # Its checksums are those of the old file.
+        return path.stat().st_size
+    except ReplayError as error:
+        warn(f"warning: {error}")
+        return None
+    except (OSError, RuntimeError) as error:
+        raise ReplayError(
+            f"{path.name} could not be compressed: {error}. Free disk space; what was compressed stays so."
+        ) from None
+
+
+def _copy(old: h5py.File, new: h5py.File) -> None:
+    for name, value in old.attrs.items():
+        new.attrs[name] = value
+    for name in map(str, old):
+        dataset = dataset_in(old, name)
+        if name in IMAGES and dataset.size:
+            values, chunks = dataset[...], (min(PER_CHUNK, len(dataset)), *dataset.shape[1:])
+            packed = new.create_dataset(name, data=values, chunks=chunks, track_times=False, compression=GZIP)
+            for key, value in dataset.attrs.items():
+                packed.attrs[key] = value
+        else:
+            old.copy(dataset, new, name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prune(ReplayCommand):
+    """Delete groups that were used, filtered or dropped. Refuses on a live run, unless --dry-run."""
+
+    keep_gigabytes: Annotated[float, AtLeast(0, "it is a size.", "Use 0 for as little as possible.")]
+    """Delete the oldest of them until the replay is at most this large, in 1e9 bytes."""
+    dry_run: bool = False
+    """Only say what would be deleted."""
+
+    def run(self) -> int:
+        """Delete, lowest number first, and say what it frees."""
+        folder = self.folder
+        with nullcontext() if self.dry_run else locked(folder):
+            paths = watched(sorted(folder.glob(PATTERN)), "reading groups")
+            group_files = [x for path in paths if (x := sound(path, read_group_file)) is not None]
+            outcomes, resume = read_outcomes(folder, warn), max(kept(folder.parent), default=None)
+            closed = [x for x in group_files if expendable(x, outcomes, resume)]
+            chosen, excess = list[GroupFile](), sum(x.size for x in group_files) - self.keep_gigabytes * 1e9
+            for group_file in closed:
+                if excess > 0:
+                    chosen.append(group_file)
+                    excess -= group_file.size
+            if chosen and not self.dry_run:
+                for group_file in watched(chosen, "deleting"):
+                    group_file.path.unlink(missing_ok=True)
+                flush(folder)
+        for group_file in chosen:
+            outcome = outcomes.of(group_file.number)
+            print(f"{group_file.path.name}  {group_file.size / 1e6:8.2f} MB  {outcome}")
+        freed, total = sum(s.size for s in chosen), sum(s.size for s in group_files)
+        verb = "would free" if self.dry_run else "freed"
+        print(
+            f"{verb} {freed / 1e6:.2f} MB of {total / 1e6:.2f} MB: "
+            f"{len(chosen)} of {len(group_files)} groups; "
+            f"{len(group_files) - len(closed)} are still needed, or a resume may need them"
+        )
+        return 0
+
+
+def expendable(group_file: GroupFile, outcomes: GroupOutcomes, resume: int | None) -> bool:
+    """True if a group is closed and a resume, at version `resume` if at all, would not use it again."""
+    if outcomes.of(group_file.number) == "unused":
+        return False
+    used_at = outcomes.used_at(group_file.number)
+    return used_at is None or resume is None or used_at < resume
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the locks of run and replay, so that no run begins."""
+    of_run = (folder.parent / "config.json").exists()
+    try:
+        with (
+            run_owner.kept_unowned(folder.parent, f"changing {folder}") if of_run else nullcontext(),
+            (folder / "lock").open("a") as file,
+        ):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+    except BlockingIOError:
+        raise ReplayError(
+            f"{folder} is written by a live run (which prunes by itself, --replay.max-gigabytes). "
+            "Wait until it ended, or use --dry-run."
+        ) from None
+    except PermissionError as error:
+        raise ReplayError(
+            f"{folder} cannot be changed: {error}. Run it as the owner of the folder."
+        ) from None
