@@ -29,6 +29,7 @@ from asyncrl.simulators.interface import Demonstrator
 NEEDED: dict[str, Any] = {
     **{"data": (Path("a"),), "out": Path("o.png"), "world": "w", "checkpoint": "c", "source": "s"},
     **{"path": Path("p"), "group": 1, "episodes": ("e",), "kind": "world", "name": "n", "join": "j"},
+    "keep_gigabytes": 1.0,
 }
 SETTINGS: tuple[Any, ...] = (
     *(
@@ -56,8 +57,6 @@ def made(kind: Any, **changes: Any) -> Any:
     given = {name: NEEDED[name] for name in required} | changes
     if kind is FitStarts:
         given["data"] = NEEDED["data"]  # Or pictures: one of them.
-    if kind is Prune and not changes:
-        given["keep_gigabytes"] = 1.0
     return kind(**given)
 
 
