@@ -59,7 +59,7 @@ BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "naive": f"{_LEARNER}.corrections:Naive",
             "tis": f"{_LEARNER}.corrections:TruncatedImportanceSampling",
             "mis": f"{_LEARNER}.corrections:MaskedImportanceSampling",
-            "decoupled": f"{_LEARNER}.corrections:Decoupled",
+            "decoupled": f"{_LEARNER}.corrections:MaskedImportanceSampling",
             "vtrace": f"{_LEARNER}.corrections:VTrace",
         },
         "advantage": {

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 CEILINGS = {
     "": (1020, 8),
-    "actors": (1260, 5),
+    "actors": (1150, 5),
     "commands": (2865, 14),
     "config": (1260, 7),
     "devices": (640, 5),
@@ -20,7 +20,7 @@ CEILINGS = {
     "evaluation": (980, 5),
     "fitting": (3931, 15),
     "launch": (4580, 20),
-    "learner": (3290, 16),
+    "learner": (3260, 16),
     "messaging": (1035, 6),
     "observability": (2675, 12),
     "policies": (3130, 14),

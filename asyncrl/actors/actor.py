@@ -16,16 +16,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from asyncrl.actors.slots import (
-    Backend,
-    EpisodeStart,
-    RowFailure,
-    Slots,
-    Stage,
-    StartStream,
-    finished_episode,
-    split_slots,
-)
+from asyncrl.actors import slots
+from asyncrl.actors.slots import Backend, EpisodeStart, RowFailure, Slots, Stage, StartStream
 from asyncrl.config.sections import ActorSettings
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
 from asyncrl.devices.tensors import peak_memory
@@ -115,22 +107,16 @@ class Actor:
         self.group_size, self.offload = group_size, offload
         self.startup_timeout, self.hang_timeout = startup_timeout, hang_timeout
         self.slots = Slots(settings.slots, run_seed=run_seed)
-        self._idle_stages = deque(
-            Stage[Any](indices=indices) for indices in split_slots(settings.slots, settings.pipeline_stages)
-        )
-        self._busy_stages: deque[Stage[Any]] = deque()
-        """Stages with a decision in flight, launched longest ago first."""
+        shares = slots.split_slots(settings.slots, settings.pipeline_stages)
+        self._idle_stages = deque(Stage[Any](indices=indices) for indices in shares)
+        self._busy_stages: deque[Stage[Any]] = deque()  # With a decision in flight, the oldest first
         self.version = -1
         self._logged_starts: set[str] = set()
         self._memory_logged = False
         self.telemetry = ActorTelemetry(backend, offload)
 
     def run(self, should_leave: Callable[[], bool] = lambda: False) -> None:
-        """Act until the replay, or before the first weights the learner, ends the run.
-
-        Args:
-            should_leave: Called between two decisions; True ends this actor only.
-        """
+        """Act until the replay ends the run, or `should_leave`, asked between two decisions, this actor."""
         try:
             with waits.waiting(waits.FIRST_WEIGHTS, self.startup_timeout):
                 self.version = self.receiver.wait_for_first(self.startup_timeout)
@@ -140,11 +126,7 @@ class Actor:
             return
 
     def step(self, wait: float = CREDIT_WAIT) -> bool:
-        """Take new weights and grants, launch the idle stages, collect the one launched longest ago.
-
-        Returns:
-            False if there was nothing to do: no episode running or pending, and no credit.
-        """
+        """Take weights and grants, launch idle stages, collect the oldest launch; False: nothing to do."""
         began = time.monotonic()
         set_activity("talking to the replay", self.hang_timeout)
         self.port.serve()
@@ -170,15 +152,13 @@ class Actor:
 
     def _launch(self, stage: Stage[Any]) -> bool:
         begun = self.slots.fill(self.version, stage.indices, self.backend.is_cheapest)
-        live = self.slots.live_among(stage.indices)
-        if not live:
+        if not self.slots.live_among(stage.indices):
             self.backend.release(self.slots, stage)
             return False
         self.offload.restore()
         if begun:
             self._fail(self.backend.begin(self.slots, stage, begun))
-            live = self.slots.live_among(stage.indices)
-        if live:
+        if live := self.slots.live_among(stage.indices):
             self._fail(self.backend.launch(self.slots, stage, live, self.version))
         if stage.in_flight:
             self._idle_stages.remove(stage)
@@ -209,7 +189,7 @@ class Actor:
             if end is None:
                 self.telemetry.add_share(m.USEFUL_STEPS, steps, steps)
                 continue
-            finished = finished_episode(
+            finished = slots.finished_episode(
                 self.slots.clear(index),
                 end,
                 group_size=self.group_size,
@@ -222,28 +202,21 @@ class Actor:
             self.port.push(finished)
 
     def _acquire(self, wait: float) -> None:
-        while wanted := self.slots.wanted(self._slots_freeing_next()):
+        running = [self.slots.episode(index) for index in self.slots.live]
+        at_last = sum(len(episode.decisions) >= self.settings.max_decisions - 1 for episode in running)
+        # A prefetch for some that may succeed is counted too.
+        while wanted := self.slots.wanted(max(len(running) // RUNNING_PER_PREFETCH, at_last)):
             grants = self.port.acquire_groups(math.ceil(wanted / self.group_size), wait)
             self._remove_dropped()  # Before a dropped number is begun again.
             if not grants:
                 return
             for grant in grants:
-                self._enqueue_group(grant)
+                start = self.starts[grant.number]
+                if start.name in self.port.quarantined:
+                    self._report(grant, start, RowFailure(index=-1, cause="quarantined", reason=""), -1)
+                else:
+                    self.slots.add_group(grant, start, self.group_size)
             wait = 0.0
-
-    def _slots_freeing_next(self) -> int:
-        """A prefetch for some that may succeed is counted too."""
-        running = [self.slots.episode(index) for index in self.slots.live]
-        last = self.settings.max_decisions - 1
-        at_last = sum(len(episode.decisions) >= last for episode in running)
-        return max(len(running) // RUNNING_PER_PREFETCH, at_last)
-
-    def _enqueue_group(self, grant: GroupGrant) -> None:
-        start = self.starts[grant.number]
-        if start.name in self.port.quarantined:
-            self._report(grant, start, RowFailure(index=-1, cause="quarantined", reason=""), -1)
-        else:
-            self.slots.add_group(grant, start, self.group_size)
 
     def _remove_dropped(self) -> None:
         for number in self.port.pop_dropped():
@@ -261,20 +234,16 @@ class Actor:
         self.telemetry.add(m.ACTORS_WAITING, time.monotonic() - began)
 
     def _fail(self, failures: Sequence[RowFailure]) -> None:
-        """A group is useless without all of its episodes."""
         for failure in failures:
             episode = self.slots.episodes[failure.index]
             if episode is None:  # A sibling failed in the same step.
                 continue
             pending, start = episode.pending, episode.pending.start
-            self.slots.remove_group(pending.grant.number)
+            self.slots.remove_group(pending.grant.number)  # It is useless without all of its episodes.
             if start.name not in self._logged_starts:
                 self._logged_starts.add(start.name)
-                _log.warning(
-                    "group %d is given up, start state %r: %s",
-                    *(pending.grant.number, start.name, failure.reason),
-                    exc_info=failure.error,
-                )
+                given_up = (pending.grant.number, start.name, failure.reason)
+                _log.warning("group %d is given up, start state %r: %s", *given_up, exc_info=failure.error)
             self._report(pending.grant, start, failure, pending.member)
 
     def _report(self, grant: GroupGrant, start: EpisodeStart, failure: RowFailure, member: int) -> None:

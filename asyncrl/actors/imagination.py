@@ -18,16 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.actors.slots import (
-    Backend,
-    EpisodeEnd,
-    EpisodeInProgress,
-    InFlightDecision,
-    RowFailure,
-    Slots,
-    Stage,
-    TimedWork,
-)
+from asyncrl.actors.slots import Backend, EpisodeEnd, EpisodeInProgress, RowFailure, Slots, Stage, TimedWork
 from asyncrl.config.sections import SuccessFrames
 from asyncrl.devices.streams import DeviceEvent, wait_for
 from asyncrl.episode_layout import SAMPLE_DTYPES
@@ -47,6 +38,33 @@ Check = tuple[Cause, str, NDArray[np.generic]]
 _REASON: Final = 300
 _log = logging.getLogger(__name__)
 _TORCH_DTYPES: Final = {name: getattr(torch, name) for name in SAMPLE_DTYPES}
+
+
+@dataclass(frozen=True, kw_only=True)
+class InFlightDecision:
+    """One decision of B slots that devices may still be working on; its episodes do not have it yet.
+
+    The tensors are in host memory, and complete once all `done_events` have passed; further rows are padding.
+    """
+
+    indices: list[int]
+    episodes: list[EpisodeInProgress]  # Of the slots at the launch
+    arrays: dict[str, Tensor]  # Row with an axis of rows: name -> [B or more, ...]
+    finite: Tensor  # [B or more] bool: WorldState.finite after the decision
+    timed_work: list[TimedWork]
+    done_events: tuple[DeviceEvent, ...]
+
+    def checks(self) -> list[Check]:
+        """Return the arrays that must be finite."""
+        arrays = {name: array.numpy() for name, array in self.arrays.items()}
+        value: list[Check] = [("policy", "policy's value is", arrays["values"])] if "values" in arrays else []
+        return [
+            *value,
+            ("policy", "policy's log-probs are", arrays["logprobs"]),
+            ("policy", "policy's actions are", arrays["actions"]),
+            ("world", "world model's frames or latents are", self.finite.numpy()),
+            ("reward", "reward model's scores are", arrays["success_scores"]),
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,21 +91,11 @@ class WorldBackend(Backend[State]):
         world_device: torch.device = CPU,
         rows: int = 0,
     ) -> None:
-        """Join the models.
-
-        Args:
-            rows: Rows of every pass of every model, filled up with copies of the first slot, as the last
-                digits of a row depend on the number of rows. 0 disables.
-        """
+        """Join the models; passes are filled up to `rows`, on whose number a row's last digits depend."""
         super().__init__(policy, sampling, {policy_device, world_device})
         self.world, self.reward, self.rule, self.rows = world, reward, rule, rows
         self.policy_device, self.world_device = policy_device, world_device
-        self.world_version = world.version
-
-    @property
-    def models(self) -> list[World[State] | RewardModel]:
-        """Return the models besides the policy."""
-        return [self.world, self.reward]
+        self.world_version, self.models = world.version, (world, reward)
 
     @torch.inference_mode()
     def begin(self, slots: Slots, stage: Stage[State], indices: list[int]) -> list[RowFailure]:
@@ -121,7 +129,7 @@ class WorldBackend(Backend[State]):
         failed = []
         for decision in in_flight:
             stage.timed_work += decision.timed_work
-            checks = _checks(decision)
+            checks = decision.checks()
             for row, (index, episode) in enumerate(zip(decision.indices, decision.episodes, strict=True)):
                 if slots.episodes[index] is not episode:
                     continue  # Its group was given up since the launch.
@@ -186,17 +194,20 @@ class WorldBackend(Backend[State]):
         ]
         arrays = {
             "frames": torch.from_numpy(frames_B),
-            **{name: _to_host(tensor) for name, tensor in decision_tensors(self.policy, acted).items()},
-            "success_scores": _to_host(scores),
+            **{
+                name: tensor.to(CPU, non_blocking=True)
+                for name, tensor in decision_tensors(self.policy, acted).items()
+            },
+            "success_scores": scores.to(CPU, non_blocking=True),
             "policy_versions": torch.full((len(seeds),), policy_version),
             "noise_seeds": torch.tensor(seeds),
-            "video": _to_host(new_frames),
+            "video": new_frames.to(CPU, non_blocking=True),
         }
         decision = InFlightDecision(
             indices=indices,
             episodes=episodes[: len(indices)],
             arrays=arrays,
-            finite=_to_host(state.finite),
+            finite=state.finite.to(CPU, non_blocking=True),
             timed_work=timed_work,
             done_events=(DeviceEvent(self.policy_device), DeviceEvent(self.world_device)),
         )
@@ -221,23 +232,6 @@ def _first_rows(state: State, count: int) -> State:
     return state if len(state) == count else state.select(range(count))
 
 
-def _to_host(tensor: Tensor) -> Tensor:
-    return tensor.to(CPU, non_blocking=True)
-
-
-def _checks(decision: InFlightDecision) -> list[Check]:
-    arrays = {name: array.numpy() for name, array in decision.arrays.items()}
-    checks: list[Check] = [
-        ("policy", "policy's log-probs are", arrays["logprobs"]),
-        ("policy", "policy's actions are", arrays["actions"]),
-        ("world", "world model's frames or latents are", decision.finite.numpy()),
-        ("reward", "reward model's scores are", arrays["success_scores"]),
-    ]
-    if "values" in arrays:
-        checks.insert(0, ("policy", "policy's value is", arrays["values"]))
-    return checks
-
-
 # --- rows that fail ---
 # By a number that is not finite, or by an error of a model, found by retrying the rows alone.
 
@@ -255,33 +249,25 @@ def retry_rows_singly(
     indices: Sequence[int], attempt: Callable[[list[int]], Result]
 ) -> tuple[list[tuple[list[int], Result]], list[RowFailure]]:
     """Attempt all slots together; if that raises, each alone, so that only the culprits fail."""
-    together = _caught(list(indices), attempt)
-    if not isinstance(together, RowFailure):
-        return [(list(indices), together)], []
-    if len(indices) == 1:
-        return [], [together]
-    alone = [(index, _caught([index], attempt)) for index in indices]
-    failed = [result for _, result in alone if isinstance(result, RowFailure)]
-    if not failed:
-        _log.warning("%d rows raised together, but none alone: %s", len(indices), together.reason)
-    return [([index], result) for index, result in alone if not isinstance(result, RowFailure)], failed
-
-
-def _caught(indices: list[int], attempt: Callable[[list[int]], Result]) -> Result | RowFailure:
     try:
-        return attempt(indices)
+        return [(list(indices), attempt(list(indices)))], []
+    except torch.OutOfMemoryError as error:
+        reason, raised = _reason(error), error
     except Exception as error:
-        if _breaks_device(error):
-            raise
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # Raises again if the error was the device's and shows only now.
-        text = f"{type(error).__name__}: {first_line(error)}"[:_REASON]
-        reason = "".join(letter if letter.isprintable() else "?" for letter in text)
-        return RowFailure(index=indices[0], cause="raised", reason=reason, error=error)
+        if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
+            raise  # The device computes nothing more.
+        reason, raised = _reason(error), error
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # Raises again if the error was the device's and shows only now.
+    if len(indices) == 1:
+        return [], [RowFailure(index=indices[0], cause="raised", reason=reason, error=raised)]
+    alone = [retry_rows_singly([index], attempt) for index in indices]
+    failed = [failure for _, failures in alone for failure in failures]
+    if not failed:
+        _log.warning("%d rows raised together, but none alone: %s", len(indices), reason)
+    return [part for parts, _ in alone for part in parts], failed
 
 
-def _breaks_device(error: Exception) -> bool:
-    """True for errors after which the device computes nothing more, unlike after running out of memory."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return False
-    return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
+def _reason(error: Exception) -> str:
+    text = f"{type(error).__name__}: {first_line(error)}"[:_REASON]
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -19,7 +19,6 @@ from typing import Any, Final, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncrl.actors.imagination import CPU, Check, decision_tensors, find_failure, retry_rows_singly
 from asyncrl.actors.slots import (
@@ -44,6 +43,7 @@ from asyncrl.simulators.pool import SimulatorPool, SlotAnswer
 
 SIMULATOR: Final = -1  # Episode.world_version of a simulated episode
 MOST_RESTARTS: Final = 2  # Restarts of an episode after lost workers; then its group is given up
+CHECKED: Final = (("values", "values"), ("logprobs", "log-probs"), ("actions", "actions"))
 _POLL: Final = 1.0
 
 
@@ -78,12 +78,7 @@ class SimulatorBackend(Backend[Any]):
         patience: float = 900.0,
         policy_device: torch.device = CPU,
     ) -> None:
-        """Join the parts.
-
-        Args:
-            pool: Has at least as many slots as the actor.
-            together: Every decision waits for the answers of all slots, at most `patience` seconds.
-        """
+        """Join the parts; with `together` a decision waits for all slots' answers, at most `patience` s."""
         super().__init__(policy, sampling, {policy_device})
         self.pool, self.policy_device, self.world_version = pool, policy_device, SIMULATOR
         self.max_decisions, self.cameras, self.shows_state = max_decisions, cameras, shows_state
@@ -188,8 +183,8 @@ class SimulatorBackend(Backend[Any]):
             failed += self._handle_answers(slots, min(remaining, _POLL))
 
     def _handle_answers(self, slots: Slots, patience: float) -> list[RowFailure]:
-        failures = [self._handle(slots, answer) for answer in self.pool.ready(patience)]
-        return [failure for failure in failures if failure is not None]
+        handled = (self._handle(slots, answer) for answer in self.pool.ready(patience))
+        return [failure for failure in handled if failure is not None]
 
     def _handle(self, slots: Slots, answer: SlotAnswer) -> RowFailure | None:
         index, slot = answer.slot, self._slots[answer.slot]
@@ -241,8 +236,8 @@ class SimulatorBackend(Backend[Any]):
         decision, slot.decision = slot.decision, {}
         chunk = len(decision["actions"])
         results = {
-            "rewards": _padded(answer.rewards, chunk),
-            "success_scores": _padded(answer.success, chunk),
+            "rewards": np.pad(answer.rewards.astype(np.float32), (0, chunk - answer.steps)),
+            "success_scores": np.pad(answer.success.astype(np.float32), (0, chunk - answer.steps)),
             "video": answer.frames[:, 0],
         }
         episode.add(decision | results)
@@ -265,7 +260,8 @@ class SimulatorBackend(Backend[Any]):
         """Has no side effects."""
         episodes = [slots.episode(index) for index in indices]
         seeds = [episode.next_noise_seed() for episode in episodes]
-        observations = [_observation(episode) for episode in episodes]
+        named = [{"frames": e.frame, "more_frames": e.more_frames, "states": e.state} for e in episodes]
+        observations: list[Row] = [{n: x for n, x in seen.items() if x is not None} for seen in named]
         frames = np.stack([row["frames"] for row in observations])
         if self.cameras > 1:
             more = np.stack([row["more_frames"] for row in observations])
@@ -287,13 +283,9 @@ class SimulatorBackend(Backend[Any]):
 
     def _send(self, slots: Slots, indices: list[int], rows: list[Row]) -> list[RowFailure]:
         failed = []
+        names = [(key, name) for key, name in CHECKED if key in rows[0]]
         for index, row in zip(indices, rows, strict=True):
-            names = {"values": "values", "logprobs": "log-probs", "actions": "actions"}
-            checks: list[Check] = [
-                ("policy", f"policy's {name} are", row[key][None])
-                for key, name in names.items()
-                if key in row
-            ]
+            checks: list[Check] = [("policy", f"policy's {name} are", row[key][None]) for key, name in names]
             if failure := find_failure(checks, 0, index):
                 failed.append(failure)
                 continue
@@ -302,14 +294,3 @@ class SimulatorBackend(Backend[Any]):
             keep_video = slots.episode(index).pending.grant.keep_video
             self.pool.step(index, row["actions"], frames="all" if keep_video else "last")
         return failed
-
-
-def _observation(episode: EpisodeInProgress) -> Row:
-    arrays = {"frames": episode.frame, "more_frames": episode.more_frames, "states": episode.state}
-    return {name: array for name, array in arrays.items() if array is not None}
-
-
-def _padded(values_S: NDArray[Any], chunk: int) -> NDArray[np.float32]:
-    padded = np.zeros(chunk, np.float32)
-    padded[: len(values_S)] = values_S
-    return padded

@@ -1,4 +1,4 @@
-"""An actor's slots and stages, and the backends that decide for them.
+"""An actor's slots and stages, and the interface of the backends that decide for them.
 
 Each slot holds one episode, and the next pending one takes its place when it ends. A stage is a share of the
 slots with the world's state of their episodes and the decision in flight.
@@ -17,16 +17,16 @@ from typing import Any, Final, Generic, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from asyncrl.devices.streams import DeviceEvent
 from asyncrl.episode_layout import EPISODE_ARRAYS, OPTIONAL_ARRAYS
 from asyncrl.observability.metrics import Metric
 from asyncrl.observability.metrics_system import ACTOR_DECISIONS
 from asyncrl.policies.interface import Policy, SamplingParams
-from asyncrl.records import UNKNOWN_LENGTH, EndReason, Episode
+from asyncrl.records import UNKNOWN_LENGTH, EndReason, Episode, StartState
 from asyncrl.replay.interface import Cause, GroupGrant
 from asyncrl.seeds import episode_seed, noise_seed
+from asyncrl.simulators.interface import SimStart
 from asyncrl.worlds.interface import State
 
 _NO_FRAME: Final = np.zeros((0, 0, 3), np.uint8)
@@ -39,18 +39,7 @@ TimedWork = tuple[Metric, DeviceEvent, DeviceEvent]
 """Metric of the busy time, and the events between which a device worked."""
 
 
-class EpisodeStart(Protocol):
-    """Where an episode begins: a `StartState`, or a `SimStart`."""
-
-    @property
-    def name(self) -> str:
-        """Return `Episode.start_state`."""
-        ...
-
-    @property
-    def task(self) -> str:
-        """Return the instruction; empty if it is known only once the episode has begun."""
-        ...
+EpisodeStart = StartState | SimStart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +105,7 @@ class Slots:
         return max(0, len(self.episodes) + prefetch - len(self.live) - len(self.pending))
 
     def add_group(self, grant: GroupGrant, start: EpisodeStart, group_size: int) -> None:
-        """Queue all episodes of a granted group behind those of lower numbers, which are used before.
-
-        Episodes of an earlier grant of the same number are removed: that one was given up.
-        """
+        """Queue the episodes of a grant behind those of lower numbers, in place of an earlier grant's."""
         self.remove_group(grant.number)
         episodes = [PendingEpisode(grant=grant, member=i, start=start) for i in range(group_size)]
         self.pending = deque(sorted([*self.pending, *episodes], key=lambda pending: pending.grant.number))
@@ -130,10 +116,7 @@ class Slots:
         among: range,
         is_cheapest: Callable[[int, EpisodeStart], bool] = lambda index, start: True,
     ) -> list[int]:
-        """Put pending episodes into free slots of `among`, oldest grant first; return the filled slots.
-
-        An episode waits while the policy is older than its grant allows.
-        """
+        """Put pending episodes whose grant allows the policy into free slots; return these."""
         filled, free = [], [index for index in among if self.episodes[index] is None]
         while free and self.pending and self.pending[0].grant.min_version <= policy_version:
             pending = self.pending.popleft()
@@ -152,9 +135,7 @@ class Slots:
 
     def remove_group(self, number: int) -> None:
         """Remove the running and pending episodes of a group."""
-        for index in self.live:
-            if self.episode(index).pending.grant.number == number:
-                self.episodes[index] = None
+        self.episodes = [e if e and e.pending.grant.number != number else None for e in self.episodes]
         self.pending = deque(pending for pending in self.pending if pending.grant.number != number)
 
     def clear(self, index: int) -> EpisodeInProgress:
@@ -174,18 +155,15 @@ def finished_episode(
     sampling: SamplingParams,
 ) -> Episode:
     """Build the `Episode` record of an episode that ended."""
-    rows, pending = episode.decisions, episode.pending
+    rows, pending, grant = episode.decisions, episode.pending, episode.pending.grant
     arrays: dict[str, Any] = {n: np.stack([row[n] for row in rows]) for n in rows[0] if n != "video"}
     known = EPISODE_ARRAYS.keys() | OPTIONAL_ARRAYS.keys()
     sample = {name: arrays.pop(name) for name in list(arrays) if name not in known}
-    arrays.setdefault("values", np.full(len(rows), np.nan, np.float32))
-    arrays["rewards"] = end.rewards
-    video = np.empty((0, *episode.frame.shape), np.uint8)
-    if pending.grant.keep_video:
-        video = np.concatenate([row["video"] for row in rows])
+    arrays = {"values": np.full(len(rows), np.nan, np.float32)} | arrays | {"rewards": end.rewards}
+    none = np.empty((0, *episode.frame.shape), np.uint8)
     return Episode(
         episode_id=os.urandom(16).hex(),
-        group_id=pending.grant.group_id,
+        group_id=grant.group_id,
         member=pending.member,
         group_size=group_size,
         actor=actor,
@@ -198,27 +176,12 @@ def finished_episode(
         end_reason=end.reason,
         sample=sample,
         final_frame=episode.frame.copy(),  # A view would keep alive the frames of all slots.
-        video=video,
+        video=np.concatenate([row["video"] for row in rows]) if grant.keep_video else none,
         steps_taken=end.steps_taken,
         final_more_frames=None if episode.more_frames is None else episode.more_frames.copy(),
         final_state=None if episode.state is None else episode.state.copy(),
         **arrays,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class InFlightDecision:
-    """One decision of B slots that devices may still be working on; its episodes do not have it yet.
-
-    The tensors are in host memory, and complete once all `done_events` have passed; further rows are padding.
-    """
-
-    indices: list[int]
-    episodes: list[EpisodeInProgress]  # Of the slots at the launch
-    arrays: dict[str, Tensor]  # Row with an axis of rows: name -> [B or more, ...]
-    finite: Tensor  # [B or more] bool: WorldState.finite after the decision
-    timed_work: list[TimedWork]
-    done_events: tuple[DeviceEvent, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,32 +200,29 @@ class Stage(Generic[State]):
 
     indices: range
     in_flight: list[Any] = field(default_factory=list)
-    """Of a world: `InFlightDecision`, several only after all slots together raised. Of a simulator: slots
-    that await an answer.
-    """
+    """Of a world: decisions, several only after all slots together raised. Of a simulator: awaited slots."""
     timed_work: list[TimedWork] = field(default_factory=list)
     """Work besides `in_flight` that has not been counted."""
     _rows: list[int] = field(default_factory=list, init=False)  # The slot of each row of the state, ascending
-    _state: State | None = field(default=None, init=False)
+    _state: Any = field(default=None, init=False)  # None without rows
 
     def open(self, indices: Sequence[int], fresh: State) -> None:
         """Insert the rows of `fresh` for episodes that begin in the slots `indices`, ascending."""
-        if self._state is None or set(self._rows) <= set(indices):
+        if set(self._rows) <= set(indices):
             self._state, self._rows = fresh, list(indices)
-            return
-        self._arrange(sorted({*self._rows, *indices}))
-        self._state = self._state.write_rows([self._rows.index(index) for index in indices], fresh)
+        else:
+            self.keep(sorted({*self._rows, *indices}))
+            self.replace(indices, fresh)
 
     def keep(self, indices: Sequence[int]) -> None:
-        """Drop all rows but those of the slots `indices`, ascending."""
-        if not indices:
-            self._state, self._rows = None, []
-        else:
-            self._arrange(list(indices))
+        """Have rows for the slots `indices`, ascending; a new one's is a copy that must be replaced."""
+        if list(indices) != self._rows:
+            known = {index: row for row, index in enumerate(self._rows)}
+            rows = [known.get(index, 0) for index in indices]
+            self._state, self._rows = self._state.select(rows) if rows else None, list(indices)
 
     def state_of(self, indices: Sequence[int]) -> State:
         """Return the rows of the slots `indices`: the state itself if these are all, else copies."""
-        assert self._state is not None
         if self._rows == list(indices):
             return self._state
         return self._state.select([self._rows.index(index) for index in indices])
@@ -272,16 +232,7 @@ class Stage(Generic[State]):
         if self._rows == list(indices):
             self._state = after
         else:
-            assert self._state is not None
             self._state = self._state.write_rows([self._rows.index(index) for index in indices], after)
-
-    def _arrange(self, rows: list[int]) -> None:
-        if rows != self._rows:
-            assert self._state is not None
-            known = {index: row for row, index in enumerate(self._rows)}
-            # A new slot gets a copy of some row, which is written over before it is used.
-            self._state = self._state.select([known.get(index, 0) for index in rows])
-            self._rows = rows
 
 
 def split_slots(slots: int, stages: int) -> list[range]:
@@ -345,10 +296,7 @@ class Backend(ABC, Generic[State]):
 
     @abstractmethod
     def collect(self, slots: Slots, stage: Stage[State], deadline: float) -> tuple[list[RowFailure], float]:
-        """Wait for decisions of the stage and append them to their episodes; RunError at the deadline.
-
-        Returns also the seconds waited outside `pop_device_seconds`.
-        """
+        """Append the stage's decisions; RunError at the deadline. Seconds: not in `pop_device_seconds`."""
 
     @abstractmethod
     def release(self, slots: Slots, stage: Stage[State]) -> None:

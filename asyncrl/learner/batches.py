@@ -70,7 +70,7 @@ def build_batch(groups: Sequence[Sequence[Episode]], *, version: int) -> Batch:
             for name, array in sample.items()
         },
         behaviour_logprob=joined([e.logprobs for e in episodes]),
-        mask=torch.from_numpy(token_mask(valid, episodes[0].logprobs.shape[2])),
+        mask=torch.from_numpy(np.repeat(valid[..., None], episodes[0].logprobs.shape[2], axis=-1)),
         rewards=torch.from_numpy(np.concatenate([e.rewards for e in episodes]) * valid),
         lag=version - joined([e.policy_versions for e in episodes]),
         episode=torch.from_numpy(np.repeat(np.arange(len(episodes)), decisions)),
@@ -91,11 +91,6 @@ def build_batch(groups: Sequence[Sequence[Episode]], *, version: int) -> Batch:
 def valid_steps(episode: Episode) -> NDArray[np.bool_]:
     """Mark the steps until the episode's end (`Episode.steps`), ``[N, C]`` bool; later rewards are noise."""
     return (np.arange(episode.rewards.size) < episode.steps).reshape(episode.rewards.shape)
-
-
-def token_mask(steps_NC: NDArray[np.bool_], dim: int) -> NDArray[np.bool_]:
-    """Repeat the validity of each step for its numbers, ``[N, C, A]`` bool."""
-    return np.repeat(steps_NC[..., None], dim, axis=-1)
 
 
 def _sorted_members(group: Sequence[Episode]) -> list[Episode]:

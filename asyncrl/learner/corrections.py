@@ -54,11 +54,12 @@ class Naive:
 
 
 class TruncatedImportanceSampling:
-    """Multiplies the loss by truncated importance weights; base of the kinds with other limits."""
+    """Multiplies the loss by truncated importance weights."""
 
     def __init__(self, settings: CorrectionSettings) -> None:
         self.settings = settings
-        self.low, self.cap = settings.min_weight, settings.max_weight
+        self.low = 0.0 if settings.kind == "decoupled" else settings.min_weight
+        self.cap = settings.max_weight
         whole = {"whole_episodes"} if settings.level == "episode" else set()
         self.needs: frozenset[str] = frozenset({"behaviour", "old_policy"} | whole)
 
@@ -73,19 +74,11 @@ class TruncatedImportanceSampling:
 
 
 class MaskedImportanceSampling(TruncatedImportanceSampling):
-    """Multiplies the loss by importance weights, 0 outside the limits."""
+    """Multiplies the loss by importance weights, 0 outside the limits (mis, decoupled)."""
 
     def limit(self, log_ratios: Tensor) -> Tensor:
         """Compute `masked_weights`."""
         return masked_weights(log_ratios, low=self.low, cap=self.cap)
-
-
-class Decoupled(MaskedImportanceSampling):
-    """Multiplies the loss by importance weights as they are, 0 above the upper limit."""
-
-    def __init__(self, settings: CorrectionSettings) -> None:
-        super().__init__(settings)
-        self.low = 0.0
 
 
 class VTrace:

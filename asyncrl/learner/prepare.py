@@ -25,7 +25,6 @@ from asyncrl.learner.forward import PADDING_ROW, PolicyForward, longest_first
 from asyncrl.learner.interface import AdvantagesAndTargets, OldPolicy
 from asyncrl.learner.losses import aggregation_weights, has_advantage, log_ratio, sum_per_episode, valid_units
 from asyncrl.learner.metrics import MetricAccumulator
-from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.recipe import Recipe
 
 
@@ -175,23 +174,21 @@ def build_minibatch(
     prepared: PreparedBatch,
     episodes: Tensor,
     recipe: Recipe,
-    ranks: LearnerRanks,
-    *,
+    forward: PolicyForward,
     max_decisions: int,
-    prompt_lengths: Tensor,
 ) -> LossInputs:
     """Collect the decisions of episodes ``[E]`` that can have a gradient, and a padding row; collective."""
-    settings, device = recipe.algorithm, prepared.first_logprob.device
+    settings, device = recipe.algorithm, forward.device
     rows_M = torch.nonzero(torch.isin(batch.episode, episodes)).flatten()
     mask, values = batch.mask[rows_M], prepared.value_mask(batch)[rows_M]
     units = valid_units(mask, settings.level)
     sums = torch.tensor([units.sum(), mask.sum(), len(episodes), values.sum()], dtype=torch.float64)
-    n_units, n_tokens, n_episodes, n_values = ranks.sum(sums).tolist()
+    n_units, n_tokens, n_episodes, n_values = forward.ranks.sum(sums).tolist()
     teaches = mask.flatten(1).any(dim=1)
     if not (recipe.trains_critic or settings.entropy_coef or settings.kl_coef):
         teaches &= has_advantage(prepared.estimates.advantages[rows_M])
     kept = torch.nonzero(teaches).flatten()
-    kept = kept[longest_first(prompt_lengths[rows_M[kept]])]
+    kept = kept[longest_first(forward.prompt_lengths([batch.tasks[row] for row in rows_M[kept].tolist()]))]
     rows = torch.cat([rows_M[kept], PADDING_ROW])
 
     def weights(valid: Tensor, number: float) -> Tensor:

@@ -95,7 +95,6 @@ class Update:
         recipe.check_batch(batch)
         self.stepper.set_version(version)
         prepared = prepare_batch(batch, recipe, self.forward, metrics)
-        lengths = self.forward.prompt_lengths(batch.tasks)
         episodes_of_ranks = torch.zeros(ranks.size, dtype=torch.int64)
         episodes_of_ranks[ranks.rank] = episodes = len(batch.returns)
         before = int(ranks.sum(episodes_of_ranks)[: ranks.rank].sum())
@@ -105,15 +104,7 @@ class Update:
             seed = (self.seed, version, epoch)
             shares = split_minibatches(episodes, settings.minibatches, seed, before=before)
             for number, share in enumerate(shares, start=1):
-                minibatch = build_minibatch(
-                    batch,
-                    prepared,
-                    share,
-                    recipe,
-                    ranks,
-                    max_decisions=self.max_decisions,
-                    prompt_lengths=lengths,
-                )
+                minibatch = build_minibatch(batch, prepared, share, recipe, self.forward, self.max_decisions)
                 self.decisions += len(minibatch.rows) - 1
                 last = (epoch + 1, number) == (settings.epochs, settings.minibatches)
                 self.optimizer.zero_grad()

@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from asyncrl.actors import actor as actor_module
 from asyncrl.actors.imagination import EndRule, WorldBackend
 from asyncrl.actors.slots import EpisodeInProgress, PendingEpisode, Slots, Stage, finished_episode
 from asyncrl.config.sections import SuccessFrames
-from asyncrl.devices.tensors import host_peak
 from asyncrl.episode_layout import episode_arrays, problem_with
 from asyncrl.errors import SampleTimeout
 from asyncrl.learner.batches import valid_steps
@@ -24,7 +22,6 @@ from asyncrl.policies.interface import SamplingParams
 from asyncrl.records import Episode
 from asyncrl.replay.in_process import InProcessLearnerPort
 from asyncrl.replay.interface import GroupGrant
-from asyncrl.rewards.interface import deciding_step
 from asyncrl.seeds import episode_seed, noise_seed, sampling_seed
 from asyncrl.weights.interface import ChannelClosed
 from support.replay import next_batch
@@ -103,12 +100,6 @@ def test_episodes_wait_for_the_version_their_grant_asks_for() -> None:
     assert fill(slots, 1) == [0, 1]
     assert fill(slots, 1) == []
     assert fill(slots, 2) == [2, 3]
-
-
-def test_an_episode_begins_at_the_last_context_frame() -> None:
-    context = np.stack([np.full((64, 64, 3), i, np.uint8) for i in (1, 2, 3, 4)])
-    np.testing.assert_array_equal(start(5).present_frame, start(5).frame)
-    assert (replace(start(0), context_frames=context).present_frame == 4).all()
 
 
 # ---- the record ----------------------------------------------------------------------------------
@@ -207,30 +198,6 @@ def test_the_rule_says_which_step_is_the_success(
     assert problem_with(ended) is None
 
 
-def by_looking(scores: np.ndarray, threshold: float, rule: SuccessFrames) -> tuple[int, int] | None:
-    """Slow and obvious: go through the steps one by one."""
-    in_a_row = 0
-    for decision, row in enumerate(scores):
-        for step, score in enumerate(row):
-            in_a_row = in_a_row + 1 if score >= threshold else 0
-            decides = score >= threshold and step == len(row) - 1 if rule == "last" else in_a_row == rule
-            if decides:
-                return decision, step
-    return None
-
-
-@pytest.mark.parametrize("rule", [1, 2, 3, 5, 9, "last"])
-def test_the_deciding_step_is_found_as_by_looking_at_every_step(rule: SuccessFrames) -> None:
-    random = np.random.default_rng(0)
-    seen = set()
-    for share in np.linspace(0.05, 0.95, 60):
-        scores = (random.random((4, 8)) < share).astype(np.float32)
-        found = deciding_step(scores, 0.7, rule)
-        assert found == by_looking(scores, 0.7, rule)
-        seen.add(found is None)
-    assert seen == {False, True}
-
-
 def test_an_episode_carries_all_it_was_made_of() -> None:
     ended = finish(episode_with([LOW, HIGH], keep_video=True))
     assert ended is not None
@@ -288,18 +255,6 @@ def test_siblings_share_their_start_and_nothing_else(imagination: WorldBackend) 
     assert (one["video"] != other["video"]).any()
 
 
-def test_logprobs_are_those_of_the_policy_that_sampled(imagination: WorldBackend) -> None:
-    (decision,) = imagine(imagination, [(0, 0)])
-    policy = imagination.policy
-    with torch.no_grad():
-        seen = policy.evaluate(
-            policy.preprocess(decision["frames"][None], [TASKS[0]]),
-            {"tokens": torch.from_numpy(decision["tokens"])[None]},
-            imagination.sampling,
-        )
-    np.testing.assert_allclose(seen.logprob[0].numpy(), decision["logprobs"], atol=1e-4)
-
-
 # ---- the loop ------------------------------------------------------------------------------------
 
 
@@ -315,49 +270,6 @@ def test_a_round_hands_over_a_complete_group(imagination: WorldBackend, tmp_path
         assert episode.policy_versions.tolist() == [0]
         assert (episode.world_version, episode.video.shape) == (5, (8, 64, 64, 3))
     replay.close()
-
-
-def test_the_log_says_once_what_the_first_decision_took(
-    imagination: WorldBackend, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    actor, replay, _ = actor_with(imagination, tmp_path, slots=GROUP, decisions=2)
-    with caplog.at_level("INFO", logger="asyncrl.actors.actor"):
-        assert actor.step(wait=0.0)
-        assert actor.step(wait=0.0)
-    (line,) = [record.message for record in caplog.records if "peak memory" in record.message]
-    said = float(line.removeprefix("peak memory after the first decision: ").split()[0])
-    assert 0 < said <= host_peak() / 2**30 + 0.01
-    replay.close()
-
-
-def test_a_group_larger_than_the_batch_takes_several_rounds(
-    imagination: WorldBackend, tmp_path: Path
-) -> None:
-    actor, replay, _ = actor_with(imagination, tmp_path, slots=1)
-    actor.step(wait=0.0)
-    assert (len(replay.state.limiter.ready), len(replay.state.limiter.open[0].members)) == (0, 1)
-    actor.step(wait=0.0)
-    assert list(replay.state.limiter.ready) == [0]
-    replay.close()
-
-
-def test_two_stages_imagine_the_same_episodes_bit_for_bit(imagination: WorldBackend, tmp_path: Path) -> None:
-    """Halves of two places decide two rows at a time, as two places without halves do: equal batches."""
-    found = []
-    for slots, stages in ((2, 1), (4, 2)):
-        actor, replay, _ = actor_with(
-            imagination, tmp_path / str(stages), slots=slots, stages=stages, decisions=3, groups=4
-        )
-        learner = InProcessLearnerPort(replay, imagine=lambda actor=actor: actor.step(0.0))
-        found.append(next_batch(learner, groups=4, version=0, timeout=60.0))
-        assert actor.slots.live == []
-        replay.close()
-    for plain, halved in zip(*found, strict=True):
-        assert [e.member for e in plain] == [e.member for e in halved] == [0, 1]
-        for one, other in zip(plain, halved, strict=True):
-            assert (one.group_id, one.seed, len(one.sample["tokens"])) == (other.group_id, other.seed, 3)
-            for name, array in episode_arrays(one).items():
-                np.testing.assert_array_equal(array, episode_arrays(other)[name], name)
 
 
 def test_without_credit_a_round_imagines_nothing(imagination: WorldBackend, tmp_path: Path) -> None:

@@ -55,8 +55,7 @@ IN_FLIGHT = ("logprob", "world", "score", "start raises", "imagine raises")
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "later"])
 @pytest.mark.parametrize(
-    ("part", "slots", "stages"),
-    [*((part, 4, 1) for part in CAUSE_OF), *((part, slots, 2) for part in IN_FLIGHT for slots in (2, 3))],
+    ("part", "slots", "stages"), [*((part, 4, 1) for part in CAUSE_OF), *((part, 3, 2) for part in IN_FLIGHT)]
 )
 def test_a_poisoned_row_ends_its_group_and_no_bit_of_its_neighbours_changes(
     part: str, slots: int, stages: int, late: bool, tmp_path: Path
@@ -82,17 +81,6 @@ def test_a_poisoned_row_ends_its_group_and_no_bit_of_its_neighbours_changes(
     )
     assert run.replay.state.limiter.closed[bad].answer == "dropped_poisoned"
     plain.replay.close()
-    run.replay.close()
-
-
-def test_a_batch_in_which_every_row_is_poisoned_ends_no_actor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("asyncrl.replay.state.QUARANTINE_AFTER", 5)
-    run = inline_run(tmp_path, Poisoned({0: "start raises", 1: "world"}), starts=3)
-    assert {e.start_state for e in episodes_of(run, 4).values()} == {"start-2"}
-    assert counts(run)["raised"] >= 3
-    assert counts(run)["world"] >= 3
     run.replay.close()
 
 
@@ -150,23 +138,6 @@ def test_the_world_says_which_rows_are_not_finite(tmp_path: Path) -> None:
 
 
 # ---- errors --------------------------------------------------------------------------------------
-
-
-def test_rows_are_tried_alone_only_after_all_together_failed() -> None:
-    tried: list[list[int]] = []
-
-    def attempt(places: list[int]) -> int:
-        tried.append(places)
-        if 5 in places:
-            raise ValueError("five\nlines")
-        return sum(places)
-
-    assert retry_rows_singly([1, 2], attempt) == ([([1, 2], 3)], [])
-    assert tried == [[1, 2]]
-    done, (failed,) = retry_rows_singly([1, 5, 2], attempt)
-    assert done == [([1], 1), ([2], 2)]
-    assert (failed.index, failed.cause, failed.reason) == (5, "raised", "ValueError: five")
-    assert retry_rows_singly([5], attempt)[0] == []
 
 
 def test_what_breaks_the_device_is_not_caught_and_too_little_memory_is() -> None:
@@ -227,37 +198,6 @@ def test_after_two_groups_a_start_state_is_not_imagined_any_more(tmp_path: Path)
     assert counts(run)["world"] == 2
     assert counts(run)["quarantined"] >= 4
     assert run.replay.status()[m.QUARANTINED] == 1
-    run.replay.close()
-
-
-def test_the_same_group_twice_is_one_failure(tmp_path: Path) -> None:
-    run = inline_run(tmp_path, Poisoned())
-    for _ in range(2):
-        run.replay.state.quarantine.add(failure(0), 0)
-    assert run.replay.state.quarantine.names == []
-    run.replay.state.quarantine.add(failure(1), 0)
-    assert run.replay.state.quarantine.names == ["bad"]
-    run.replay.close()
-
-
-def test_failures_counts_and_quarantine_survive_a_restart_of_the_replay_and_a_resume(tmp_path: Path) -> None:
-    run = inline_run(tmp_path, Poisoned({1: "world"}), starts=2, slots=2)
-    while counts(run)["world"] < 1:
-        run.actor.step(0.0)
-    run.replay.close()
-    run = inline_run(tmp_path, Poisoned({1: "world"}), starts=2, slots=2)
-    assert (counts(run)["world"], run.replay.state.quarantine.names) == (1, [])
-    episodes_of(run, 4)
-    assert (counts(run)["world"], run.replay.state.quarantine.names) == (2, ["start-1"])
-    before = run.replay.status()
-    run.replay.close()
-    poisoned = Poisoned({1: "world"})
-    run = inline_run(tmp_path, poisoned, starts=2, slots=2)
-    assert run.replay.state.quarantine.names == ["start-1"]
-    for metric in (*COUNTERS.values(), m.QUARANTINED):
-        assert run.replay.status()[metric] == before[metric], metric
-    episodes_of(run, 4)
-    assert 1 not in poisoned.begun
     run.replay.close()
 
 

@@ -161,14 +161,6 @@ def test_stages_change_no_bit_of_any_episode(slots: int, stages: int, tmp_path: 
     halved.replay.close()
 
 
-def test_an_actor_can_leave_while_a_half_is_in_flight(tmp_path: Path) -> None:
-    run = inline_run(tmp_path, Poisoned(), slots=4, stages=2)
-    answers = iter([False, False, False, True])
-    run.actor.run(should_leave=lambda: next(answers))
-    assert len(run.actor._busy_stages) == 1
-    run.replay.close()
-
-
 # ---- waiting and measuring -----------------------------------------------------------------------
 
 
@@ -229,18 +221,4 @@ def test_a_report_tells_shares_of_the_time_and_reaches_the_learners_row(
     run.actor.port.report(found)
     status = run.replay.status()
     assert {metric: status[metric] for metric in shares} == pytest.approx(shares, rel=0.01)
-    run.replay.close()
-
-
-def test_an_actor_reports_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("FIRST_REPORT", "REPORT_EVERY"):
-        monkeypatch.setattr(f"asyncrl.actors.actor.{name}", 0.0)
-    run = inline_run(tmp_path, Poisoned())
-    for _ in range(3):
-        run.actor.step(0.0)
-    status = run.replay.status()
-    assert status[m.ACTOR_MEMORY] > 1e6
-    assert status[m.ACTOR_DECISIONS] > 0
-    assert 0 < status[m.ACTOR_HOST] <= 1
-    assert m.ACTOR_OFFLOADED not in status
     run.replay.close()

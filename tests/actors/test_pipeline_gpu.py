@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -130,28 +129,6 @@ def test_episodes_on_gpus_are_those_on_the_cpu(gpus: int, stages: int, tmp_path:
             np.testing.assert_array_equal(array, episode_arrays(other)[name], name)
     seconds = actor.backend.pop_device_seconds()
     assert all(seconds[metric] > 0 for metric in (m.ACTOR_POLICY, m.ACTOR_WORLD, m.ACTOR_REWARD))
-    replay.close()
-
-
-def test_a_launch_does_not_wait_for_the_device(tmp_path: Path) -> None:
-    gpu = torch.device("cuda", 0)
-    actor, learner, replay = actor_on(tmp_path, gpu, gpu, stages=2, cycles=CYCLES)
-    next_batch(learner, groups=4, version=0, timeout=60.0)  # Memory and kernels are there from now on.
-    learner.report_version(0)
-    drawing = actor.backend.pop_device_seconds()[m.ACTOR_WORLD] / (2 * 3)
-    assert drawing > 0.01
-    replay.close()
-
-    actor, _, replay = actor_on(tmp_path / "again", gpu, gpu, stages=2, cycles=CYCLES)
-    began = time.monotonic()
-    actor.step(0.0)
-    assert time.monotonic() - began < drawing / 2, "the first half is on its way, and nobody waits for it"
-    (decision,) = actor._busy_stages[0].in_flight
-    assert not all(moment.passed for moment in decision.done_events)
-    began = time.monotonic()
-    actor.step(0.0)
-    assert time.monotonic() - began > drawing / 4, "the second is launched, then the first is collected"
-    assert [len(episode.decisions) for episode in actor.slots.episodes] == [1] * 4 + [0] * 4
     replay.close()
 
 

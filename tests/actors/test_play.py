@@ -241,7 +241,6 @@ def test_no_episode_depends_on_workers_slots_or_who_answers_first() -> None:
 def test_an_episode_whose_worker_is_lost_begins_again_and_says_which_weights_made_it(
     tmp_path: Path, how: str
 ) -> None:
-    alone = episodes_of(workers=0, places=1)
     with playing(workers=1, places=2, accident=f"{how}@{tmp_path / 'happened'}") as (play, slots, stage):
         queue(slots, [500, 7])
         before = finish(play, slots, stage, version=lambda turn: turn)
@@ -253,7 +252,6 @@ def test_an_episode_whose_worker_is_lost_begins_again_and_says_which_weights_mad
     assert made == sorted(made)
     assert made[0] > 0, "the decision that version 0 made was lost, and nothing of it is left"
     assert counts[m.ACTOR_DECISIONS] >= sum(len(e.frames) for e in before.values())
-    assert alone
 
 
 def episodes_alone(seed: int) -> Episode:

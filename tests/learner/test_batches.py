@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from asyncrl.episode_layout import problem_with
 from asyncrl.errors import ReplayError
 from asyncrl.learner.batches import batch_metrics as metrics_of_outcomes
-from asyncrl.learner.batches import build_batch, group_outcome
+from asyncrl.learner.batches import build_batch, group_outcome, valid_steps
 from asyncrl.observability import metrics_system as r
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
@@ -95,3 +98,20 @@ def test_siblings_of_two_groups_are_refused() -> None:
 def test_a_decision_of_a_later_version_is_refused() -> None:
     with pytest.raises(ReplayError, match="version 9, but the learner is only at 8"):
         build_batch(groups_of([[1, -1]], versions=(8, 9)), version=8)
+
+
+def two_decisions(rewards: list[float], *, success: bool) -> Episode:
+    reason = "success" if success else "truncated"
+    return dataclasses.replace(
+        episode(rows=(0, 1)), rewards=np.array(rewards, np.float32).reshape(2, 8), end_reason=reason
+    )
+
+
+@given(st.lists(st.sampled_from([-0.1, 0.0, 0.1]), min_size=16, max_size=16), st.integers(8, 15))
+def test_rewards_on_the_way_neither_end_an_episode_nor_are_lost(rewards: list[float], last: int) -> None:
+    truncated = two_decisions(rewards, success=False)
+    assert valid_steps(truncated).all()
+    assert truncated.total_reward == pytest.approx(sum(rewards), abs=1e-6)
+    solved = two_decisions([*rewards[:last], 1.0, *[0.0] * (15 - last)], success=True)
+    assert (valid_steps(solved).sum(), problem_with(solved)) == (last + 1, None)
+    assert solved.total_reward == pytest.approx(sum(rewards[:last]) + 1, abs=1e-6)

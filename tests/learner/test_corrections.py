@@ -15,13 +15,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.batches import build_batch
 from asyncrl.learner.corrections import beyond_trust_region
 from asyncrl.learner.interface import Correction
-from asyncrl.learner.losses import log_ratio, reduce_to_level
+from asyncrl.learner.losses import reduce_to_level
 from asyncrl.learner.recipe import Recipe, build_recipe
 from support.table_policy import groups_of
-
-
-def test_log_ratios_stay_within_twenty() -> None:
-    assert log_ratio(torch.tensor([-500.0, 0.0]), torch.tensor([0.0, -500.0])).tolist() == [-20.0, 20.0]
 
 
 def recipe_of(algorithm: str = "grpo", **changes: Any) -> Recipe:
@@ -107,16 +103,6 @@ def test_a_correction_without_what_it_needs_is_refused() -> None:
         with pytest.raises(ConfigError, match=r"no log-probs of the policy that"):
             recipe_of("ppo", kind=kind).check_batch(unknown)
     recipe_of(kind="none").check_batch(unknown)
-
-
-def test_only_weights_of_episodes_and_vtrace_need_whole_episodes() -> None:
-    def whole_episodes(**changes: Any) -> bool:
-        return "whole_episodes" in correction_of(**changes).needs
-
-    assert not whole_episodes(kind="tis", level="decision")
-    assert not whole_episodes(kind="none", level="episode")
-    assert whole_episodes(kind="tis", level="episode")
-    assert whole_episodes(kind="vtrace")
 
 
 def test_of_several_tokens_the_trust_region_looks_at_the_geometric_mean() -> None:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.devices.offload import IdleOffload, OffloadedTensors
 from asyncrl.errors import ReplayError, RunError
-from asyncrl.learner.fsdp import UNITS, ReshardAfter, join_small, shard, spread, summed_gradient
+from asyncrl.learner.fsdp import UNITS, ReshardAfter, shard, spread, summed_gradient
 from asyncrl.learner.optimizer import clip
 from asyncrl.learner.ranks import DistributedRanks, local_tensors
 from asyncrl.policies.acceleration import enable_gradient_checkpointing
@@ -273,19 +273,6 @@ def test_copies_are_added_up_behind_the_last_pass_of_a_step() -> None:
         gathered, sums, between = one_pass
         assert between == sums > 1
         assert three == again == [3 * gathered, 3 * sums, between]
-
-
-def test_small_neighbours_of_one_list_share_a_unit() -> None:
-    def tower(*sizes: int) -> torch.nn.ModuleList:
-        return torch.nn.ModuleList(torch.nn.Linear(1, size, bias=False) for size in sizes)
-
-    network = torch.nn.ModuleList([tower(8, 8, 9), tower(1, 1), tower(32, 8, 8, 16, 1)])
-    blocks = [block for part in network for block in part.children()]
-    units = join_small(network, blocks)
-    assert [block for unit in units for block in unit] == blocks
-    found = [[sum(p.numel() for p in block.parameters()) for block in unit] for unit in units]
-    assert found == [[8, 8, 9], [1, 1], [32], [8, 8, 16], [1]]
-    assert join_small(network, []) == []
 
 
 class Skips(nn.Module):

@@ -70,16 +70,9 @@ def test_micro_batches_cover_all_rows_and_keep_up_with_the_other_ranks(
 def test_a_pass_for_the_others_counts_nothing() -> None:
     batch = build_batch(groups_of([[10, -1], [-1, -1]]), version=0)
     recipe = build_recipe(AlgorithmSettings(group_size=2), CorrectionSettings(), CriticSettings())
-    prepared = prepare_batch(batch, recipe, forward_in(LearnerRanks(), 32), MetricAccumulator())
-    minibatch = build_minibatch(
-        batch,
-        prepared,
-        torch.arange(4),
-        recipe,
-        LearnerRanks(),
-        max_decisions=6,
-        prompt_lengths=torch.zeros(8, dtype=torch.int64),
-    )
+    forward = forward_in(LearnerRanks(), 32)
+    prepared = prepare_batch(batch, recipe, forward, MetricAccumulator())
+    minibatch = build_minibatch(batch, prepared, torch.arange(4), recipe, forward, 6)
     assert minibatch.rows.tolist() == [0, 1, 2, 3, 0]  # The second group carries no signal.
     part = minibatch.part(None)
     assert part.rows.tolist() == [0]

@@ -186,12 +186,3 @@ def test_with_several_steps_it_is_read_in_the_passes_of_the_last_one(
     assert values[m.APPROX_KL] > 1e-5
     extra = TAUGHT if config.algorithm.minibatches > 1 else 0
     assert sum(policy.evaluated) == extra + TAUGHT * config.algorithm.epochs, "no pass of its own"
-
-
-def test_where_every_decision_is_met_once_it_is_read_afterwards() -> None:
-    config = recipe(algorithm__minibatches=2, correction__kind="naive", algorithm__micro_batch=100)
-    policy = TablePolicy(rows=8)
-    values = build_update(config, policy)(stale_batch(), version=2)
-    assert policy.evaluated[-1] == 4
-    assert sum(policy.evaluated) == TAUGHT + 4
-    assert values[m.APPROX_KL] > 1e-5

@@ -12,7 +12,7 @@ import torch
 
 from asyncrl.errors import ReplayError, RunError
 from asyncrl.learner.batches import batch_metrics, build_batch, group_outcome
-from asyncrl.learner.ranks import DistributedRanks, Groups, LearnerRanks, fetch_shard
+from asyncrl.learner.ranks import DistributedRanks, Groups, fetch_shard
 from asyncrl.records import Episode
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.interface import GroupLost
@@ -170,15 +170,3 @@ def test_when_a_group_of_one_rank_is_lost_all_learn_from_another_batch(tmp_path:
     assert [event for event in events if event.startswith("sample")] == [
         *("sample at 0", "sample at 1", "sample at 2", "sample at 2", "sample at 3")
     ]
-
-
-def test_one_rank_alone_keeps_what_failed(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    error = ReplayError("silent")
-
-    def failing(wanted: Any, **about: Any) -> Any:
-        raise error
-
-    run.replay.fetch = failing  # type: ignore[method-assign]
-    mine = run.replay.choose(groups=2, version=0, timeout=1.0)
-    assert fetch_shard(run.replay, LearnerRanks(), mine, 1.0, lambda: None) is error

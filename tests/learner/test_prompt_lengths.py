@@ -19,7 +19,6 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings
 from asyncrl.launch.build import build_update, compile_learning
 from asyncrl.learner.batches import Batch, build_batch
-from asyncrl.learner.forward import longest_first
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.acceleration import enable_gradient_checkpointing
@@ -144,10 +143,6 @@ def assert_same(
     for metric, value in values_alone.items():
         if metric is not m.APPROX_KL:  # After one step it is read from as many decisions as a pass takes.
             assert values[metric] == pytest.approx(value, rel=1e-3, abs=1e-6), metric.name
-
-
-def test_long_prompts_come_first_and_equal_ones_keep_their_order() -> None:
-    assert longest_first(torch.tensor([3, 5, 3, 9, 5])).tolist() == [3, 1, 4, 0, 2]
 
 
 def test_a_policy_counts_the_tokens_that_it_reads() -> None:

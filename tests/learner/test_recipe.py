@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from typing import Any
 
 import pytest
@@ -174,12 +172,6 @@ def test_an_advantage_and_an_objective_of_the_users_train_as_by_hand() -> None:
     torch.testing.assert_close(policy.logits.grad.double(), slow.logits.grad, atol=2e-6, rtol=1e-3)
 
 
-def test_a_batch_without_what_the_users_correction_needs_is_refused() -> None:
-    blind = dataclasses.replace(a_batch(), behaviour_logprob=torch.full((12, 8, 7), math.nan))
-    with pytest.raises(ConfigError, match=r"test_recipe:Softened.*no log-probs of the policy that"):
-        build_update(recipe(correction__kind=OWN + "Softened"), TablePolicy(rows=8))(blind)
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -243,15 +235,3 @@ def test_what_a_class_gets_wrong_is_said_with_class_method_and_shapes(
 def test_a_wrong_name_is_refused_with_the_nearest_one(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         recipe(**{f"correction__{key}": value for key, value in settings.items()})
-
-
-def test_what_the_built_in_kinds_stand_for_needs_what_it_needs() -> None:
-    built = build_recipe(AlgorithmSettings(), CorrectionSettings(), CriticSettings())
-    assert built.needs == {"behaviour", "old_policy"}
-    assert not built.needs_old_policy_pass  # With one minibatch the first pass finds it.
-    several = build_recipe(AlgorithmSettings(minibatches=2), CorrectionSettings(), CriticSettings())
-    assert several.needs_old_policy_pass
-    naive = build_recipe(AlgorithmSettings(minibatches=2), CorrectionSettings(kind="naive"), CriticSettings())
-    assert not naive.needs_old_policy_pass
-    assert naive.importance_weights_move
-    assert not several.importance_weights_move

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.episode_layout import problem_with
-from asyncrl.learner.batches import Batch, batch_metrics, build_batch, group_outcome, valid_steps
+from asyncrl.learner.batches import Batch, batch_metrics, build_batch, group_outcome
 from asyncrl.learner.forward import PolicyForward
 from asyncrl.learner.metrics import MetricAccumulator
 from asyncrl.learner.prepare import PreparedBatch, prepare_batch
@@ -56,13 +56,6 @@ def learned_from(
     chosen = build_recipe(config.algorithm, config.correction, config.critic)
     forward = PolicyForward(policy, LearnerRanks(), CPU, micro_batch=3)  # type: ignore[arg-type]
     return batch, prepare_batch(batch, chosen, forward, MetricAccumulator())
-
-
-def test_an_episode_has_a_problem_free_record_and_its_mask_says_which_steps_count() -> None:
-    for end in ("success", "terminated", "truncated"):
-        made = played(0, end)
-        assert problem_with(made) is None
-        np.testing.assert_array_equal(valid_steps(made).reshape(-1), np.arange(16) < STEPS)
 
 
 def test_dense_rewards_add_up_to_the_return_whatever_their_signs() -> None:

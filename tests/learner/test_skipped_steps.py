@@ -83,7 +83,7 @@ def test_within_one_update_the_largest_good_norm_is_told_and_the_fault_counts_on
     stepper = ClippedOptimizer(policy, OptimizerSettings(), updates=9, critic_learning_rate=1e-3, fused=True)
     parameters = list(policy.trainable_parameters().values())
     told = []
-    for scales in ([GOOD, math.nan, 3 * GOOD, math.nan], [math.nan, GOOD], []):
+    for scales in ([GOOD, math.nan, 3 * GOOD, math.nan], [math.nan, GOOD], [GOOD], []):
         stepper.set_version(0)
         for scale in scales:
             stepper.optimizer.zero_grad()
@@ -95,10 +95,12 @@ def test_within_one_update_the_largest_good_norm_is_told_and_the_fault_counts_on
     assert [found.get(m.GRAD_NORM) for found, _, _ in told] == [
         pytest.approx(3 * GOOD * numbers**0.5, rel=1e-5),
         pytest.approx(GOOD * numbers**0.5, rel=1e-5),
+        pytest.approx(GOOD * numbers**0.5, rel=1e-5),
         None,
     ]
     assert [(found[m.BAD_UPDATES], row, stepped) for found, row, stepped in told] == [
         (1, 1, True),
         (2, 2, True),
-        (2, 2, False),
+        (2, 0, True),
+        (2, 0, False),
     ]

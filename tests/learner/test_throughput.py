@@ -76,13 +76,6 @@ def test_mfu_counts_what_learns(adapters: bool, learned: bool, passes: int) -> N
     assert found[m.MFU] == pytest.approx(passes * FORWARD * 7 / (4 * PEAK))
 
 
-def test_the_forward_pass_is_counted_once() -> None:
-    throughput = on_known_device()
-    first = throughput.measure(a_batch(), 7, 1.0)
-    throughput.policy = None  # type: ignore[assignment]
-    assert throughput.measure(a_batch(), 7, 1.0) == first
-
-
 def test_counting_leaves_compiled_layers_compiled() -> None:
     """A compiler that meets the counter never runs what it compiled again, and says nothing."""
     ran: list[int] = []
