@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import tyro
 
 from asyncrl import registry
-from asyncrl.config.bounds import AtLeast, Bounded, Positive
+from asyncrl.config.bounds import Bounded
 from asyncrl.config.help import ShortHelp
 from asyncrl.errors import ConfigError
 from asyncrl.launch.named_models import run_of
@@ -37,27 +37,8 @@ class ConvertConfig(Bounded):
     asyncrl 0.1, or an adapter folder of asyncrl, which is written for peft and the published model."""
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Folder to write; new or empty."""
-    unnorm_key: str = ""
-    """Name of the action statistics: for example libero_spatial; "_no_noops" is tried as well. Empty: the
-    only ones there are."""
-    convention: Literal["folder", "rlinf", "oft"] = "folder"
-    """Training of the published policy. rlinf: RLinf's checkpoints (no stop token, bicubic resize). oft: the
-    official ones and SimpleVLA-RL's (stop token, Lanczos resize, centre crop). folder: as saved by asyncrl,
-    else rlinf."""
-    gripper: Literal["folder", "none", "libero", "maniskill"] = "folder"
-    """Sign of the gripper's action. folder: as saved by asyncrl, else libero for statistics libero*,
-    maniskill for bridge*, else none."""
-    decoding: Literal["folder", "parallel", "autoregressive"] = "folder"
-    """Order of the tokens. parallel: OpenVLA-OFT. autoregressive: OpenVLA. folder: as saved by asyncrl, else
-    parallel."""
-    images: Annotated[int, AtLeast(0, "it counts pictures.", "Use 0.", highest=64)] = 0
-    """Pictures per decision. 0: as saved by asyncrl, else 1."""
-    chunk: Annotated[int, AtLeast(0, "it counts steps.", "Use 0.", highest=1024)] = 0
-    """Steps per decision. 0: as saved by asyncrl, else 8 (autoregressive: 1)."""
-    proprio: bool = True
-    """Read the proprioception projector (proprio_projector--*.pt) if there is one."""
-    critic: bool = True
-    """Read the value head (value_head.mlp.*) if there is one."""
+    policy_settings: tuple[str, ...] = ()
+    """What a published SOURCE does not say about itself: key=value, as of `asyncrl train`."""
     adapter: str = ""
     """peft adapter folder to merge; with the layer names of the published model or of
     asyncrl. Not one that lies inside SOURCE: there it is the record of what was merged."""
@@ -66,8 +47,6 @@ class ConvertConfig(Bounded):
     files that only other stacks read."""
     dtype: Literal["source", "bfloat16", "float32"] = "source"
     """Type of the numbers written."""
-    shard_gigabytes: Annotated[float, Positive("a file holds something.", "Use 5.", highest=1_000_000)] = 5.0
-    """Largest weight file."""
     base_model: str = ""
     """Hub identifier of the model that training began with, for the card; empty: it is not said."""
     license: str = ""
@@ -78,10 +57,7 @@ ARGUMENTS: Final = ConvertConfig
 HELP: Final = ShortHelp(
     command="asyncrl convert",
     usage="SOURCE OUT [--flags]",
-    groups={
-        "What is written": "original dtype",
-        "What a published folder lacks": "unnorm_key convention gripper decoding adapter",
-    },
+    groups={"What is written": "original dtype", "What a published folder lacks": "policy_settings adapter"},
     examples=["asyncrl convert runs/mine EXPORT --original PUBLISHED"],
 )
 
@@ -117,15 +93,13 @@ def _convert(config: ConvertConfig) -> None:
     if (folder / "state.json").is_file():  # A checkpoint of a run: a damaged one would be passed on.
         checkpoint.verify(folder, policy_only=True)
     training = _training(folder)
-    chosen = {f.name: getattr(config, f.name) for f in fields(PublishedOptions) if f.name != "norm_key"}
     done = convert(
         folder,
         config.out,
-        choices=PublishedOptions(norm_key=config.unnorm_key, **chosen),
+        choices=PublishedOptions.of(registry.keywords("--policy-settings", config.policy_settings)),
         adapter=Path(config.adapter) if config.adapter else None,
         original=Path(config.original) if config.original else None,
         dtype=None if config.dtype == "source" else getattr(torch, config.dtype),
-        shard_bytes=int(config.shard_gigabytes * GB),
     )
     _write_card(config, training, done.config, loading=loading(config.out, done))
     print(report(config, done, time.monotonic() - began))

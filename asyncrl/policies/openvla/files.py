@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Self
 
 import torch
 from torch import Tensor
 
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.policies.action_tokens import NormStats
 from asyncrl.policies.openvla import names
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
@@ -65,6 +65,16 @@ class PublishedOptions:
     """Read the proprioception projector if there is one."""
     critic: bool = True
     """Read the value head if there is one."""
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Self:
+        """Check the names of settings, as of --policy-settings."""
+        known = sorted(field.name for field in dataclasses.fields(cls))
+        if unknown := sorted(settings.keys() - set(known)):
+            raise ConfigError(
+                f"--policy-settings has {unknown[0]!r}, but a policy folder takes: {', '.join(known)}."
+            )
+        return cls(**settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +236,7 @@ def _critic(files: TensorFiles, config: OpenVLAOFTConfig, wanted: bool) -> dict[
     if outputs not in (1, config.chunk):
         raise CheckpointError(
             f"{files.label}: {heads[2]} has {outputs} rows, but a critic gives 1 value per decision or "
-            f"{config.chunk} (one per step). Leave it out with --no-critic, or correct --chunk."
+            f"{config.chunk} (one per step). Use --policy-settings critic=false, or another chunk=N."
         )
     return {"value_head": "chunk" if outputs == 1 else "action", "value_hidden": (first, second)}
 
@@ -260,7 +270,7 @@ def _statistics_key(folder: Path, stats: Mapping[str, NormStats], wanted: str) -
     choices = ", ".join(known) or f"none found ({STATISTICS} is missing)"
     raise CheckpointError(
         f"{folder} {seen}, so tokens cannot become actions. Choose one of them with --policy-settings "
-        f"norm_key=KEY, or asyncrl convert --unnorm-key: {choices}."
+        f"norm_key=KEY: {choices}."
     )
 
 

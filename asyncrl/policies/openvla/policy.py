@@ -97,13 +97,7 @@ class OpenVLAOFTPolicy(Policy):
     @classmethod
     def load(cls, folder: Path, device: torch.device, **settings: Any) -> Self:
         """Read a policy folder: published, or written by asyncrl."""
-        known = {field.name for field in dataclasses.fields(PublishedOptions)}
-        if unknown := sorted(settings.keys() - known):
-            raise ConfigError(
-                f"--policy-settings has {unknown[0]!r}, but a policy folder takes: "
-                f"{', '.join(sorted(known))}."
-            )
-        return cls.from_folder(open_folder(folder, PublishedOptions(**settings)), device)
+        return cls.from_folder(open_folder(folder, PublishedOptions.of(settings)), device)
 
     @classmethod
     def from_folder(cls, opened: PolicyFolder, device: str | torch.device, dtype: Dtype = "config") -> Self:
