@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import tyro
@@ -107,65 +106,38 @@ class Import(Bounded):
 
     def run(self) -> int:
         """Import, and say how many."""
+        from asyncrl.fitting.robomimic import LIBERO_CAMERAS, is_libero, open_libero
         from asyncrl.fitting.sources import import_data_sets, open_data_sets
 
-        if not self.files:
-            raise ConfigError("No file was given. Give folders or files of one kind.")
         must_be_new(self.out)
-        of_libero = [path for given in self.files for path in _libero_files(given)]
-        others = [given for given in self.files if not _libero_files(given)]
-        data_sets = [one for given in others for one in open_data_sets(given, self.dataset)]
-        if of_libero and data_sets:
-            raise ConfigError(
-                f"{of_libero[0]} has LIBERO's demonstrations, but {data_sets[0].path} is of another kind. "
-                "Import them one after the other."
-            )
-        if data_sets and (self.simulator or not self.wrist):
-            raise ConfigError(
-                "--simulator and --no-wrist are about LIBERO's demonstrations, but these are of another "
-                "kind. Use --dataset.simulator and --dataset.cameras."
-            )
-        written = import_data_sets(data_sets or self._libero(), self.out)
-        print(f"{written} episodes in {self.out}. Next: asyncrl fit policy --data {self.out} --out POLICY")
-        return 0
-
-    def _libero(self) -> Sequence[DataSet]:
-        from asyncrl.fitting.robomimic import LIBERO_CAMERAS, open_libero
-
-        if self.dataset != DataSetSettings():
-            raise ConfigError(
-                "--dataset settings are about LeRobot and robomimic, but LIBERO's demonstrations are read as "
-                "they are published. Leave them out."
-            )
-        paths: list[Path] = []
+        libero: list[Path] = []
+        data_sets: list[DataSet] = []
         for given in self.files:
-            found = sorted(given.glob("*.hdf5")) if given.is_dir() else [given]
-            if not found or not all(path.is_file() for path in found):
+            paths = sorted(given.glob("*.hdf5")) if given.is_dir() else [given]
+            found = [path for path in paths if path.is_file() and is_libero(path)]
+            others = [] if found else open_data_sets(given, self.dataset)
+            if not found and not others:
                 raise ConfigError(
                     f"{given} is no file, nor a folder of .hdf5 files, nor a LeRobot v3 folder (it has no "
                     "meta/info.json). Check the path."
                 )
-            paths += found
-        return open_libero(paths, self.simulator, list(LIBERO_CAMERAS)[: 2 if self.wrist else 1])
-
-
-def _libero_files(given: Path) -> list[Path]:
-    from asyncrl.fitting.robomimic import is_libero
-
-    paths = sorted(given.glob("*.hdf5")) if given.is_dir() else [given]
-    return [path for path in paths if path.is_file() and is_libero(path)]
+            libero += found
+            data_sets += others
+        if libero:
+            data_sets += open_libero(libero, self.simulator, list(LIBERO_CAMERAS)[: 2 if self.wrist else 1])
+        written = import_data_sets(data_sets, self.out)
+        print(f"{written} episodes in {self.out}. Next: asyncrl fit policy --data {self.out} --out POLICY")
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportTrajectories(Bounded):
-    """Write recordings in the layout of another project."""
+    """Write first frames (traj*.npy) and key frames (traj*_kir.npy) in RLinf's layout."""
 
     data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """Recording folder."""
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Folder to write; must not hold any trajectories yet."""
-    layout: Literal["rlinf"] = "rlinf"
-    """rlinf: first frames (traj*.npy) and key frames (traj*_kir.npy) that a world model begins with."""
     keyframes: bool = True
     """Whether key frames are written too."""
 

@@ -99,8 +99,7 @@ def _shown(run: Path, config: StatusConfig) -> State:
 
 def _headline(summary: RunSummary) -> str:
     said = f"{summary.path.name}: {summary.state.value}, {summary.version} of {summary.updates} updates"
-    if summary.problem:
-        said += f" ({summary.problem})"
+    said += f" ({summary.problem})" * bool(summary.problem)
     if summary.state is State.DEAD:
         said += "; it ended without a word: killed, or its host went down"
     if summary.state is State.STOPPED:

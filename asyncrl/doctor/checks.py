@@ -140,7 +140,6 @@ CHECKS: Final = (
     Check(name="OpenGL", where="host:check_opengl"),
     Check(name="memory", where="host:check_memory"),
     Check(name="shared memory", where="host:check_shared_memory"),
-    Check(name="open files", where="host:check_open_files"),
     Check(name="run folder", where="host:check_run_folder", acts=True),
     Check(name="file system", where="host:check_file_system"),
     Check(name="network", where="host:check_network", acts=True),
@@ -183,17 +182,6 @@ def check_package(needed: Requirement) -> Finding:
         return broken(package, "not installed.", remedy)
     if not works.contains(version, prereleases=True):
         return broken(package, f"{version} does not work; {works} does.", remedy)
-    try:
-        if package == "pyzmq":
-            import zmq
-
-            version += f", libzmq {zmq.zmq_version()}" + " without CURVE encryption" * (not zmq.has("curve"))
-        elif package == "h5py":
-            import h5py
-
-            version += f", HDF5 {h5py.version.hdf5_version}"
-    except (ImportError, OSError) as error:
-        return broken(package, f"{version} cannot be imported ({one_line(error)}).", "Install it again.")
     return ok(package, version)
 
 

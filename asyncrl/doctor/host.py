@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import statistics
 import tempfile
@@ -26,10 +25,6 @@ if TYPE_CHECKING:
 GIB: Final = 2**30
 LOW_MEMORY: Final = 4 * GIB
 SHARED: Final = Path("/dev/shm")  # noqa: S108
-OPEN_FILES: Final = 256
-"""Files of one process; rank 0 of a run of two ranks opened 42 at most."""
-OPEN_FILES_PER_RANK: Final = 32
-"""Connections and pipes of rank 0 for each further rank."""
 BULK: Final = 64 * 10**6  # bytes written to measure the speed
 SYNCS_PER_GROUP: Final = 4
 """The group's file, its folder, and the ledger's lines of its grant and its use."""
@@ -82,11 +77,7 @@ def _cgroup(name: str) -> str:
 
 
 def check_shared_memory(_: Examination, folder: Path = SHARED, gpus: int | None = None) -> Finding:
-    """Check the shared memory that NCCL may use between GPUs.
-
-    Args:
-        gpus: GPUs of the host; None: as many as the driver shows.
-    """
+    """Check the shared memory that NCCL may use between GPUs; None: as many as the driver shows."""
     usage = shutil.disk_usage(folder) if folder.is_dir() else None
     free, total = (usage.free, usage.total) if usage else (0, 0)
     seen = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free in {folder}"
@@ -97,17 +88,6 @@ def check_shared_memory(_: Examination, folder: Path = SHARED, gpus: int | None 
         advice = "Start the container with --shm-size=8g, or delete what was left there."
         return warning("shared memory", seen, advice)
     return ok("shared memory", seen)
-
-
-def check_open_files(examination: Examination) -> Finding:
-    """Check the limit of open files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = OPEN_FILES + OPEN_FILES_PER_RANK * ranks_named(examination.config.placement)
-    most = "any number" if hard == resource.RLIM_INFINITY else f"{hard}"
-    seen = f"{soft} of {most} per process"
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        return warning("open files", f"{seen}; a run wants {needed}.", f"Raise it: ulimit -n {needed}")
-    return ok("open files", seen)
 
 
 def existing_parent(folder: Path) -> Path:

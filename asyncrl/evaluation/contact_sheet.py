@@ -22,20 +22,9 @@ from asyncrl.records import StartState
 from asyncrl.rewards.interface import RewardModel, deciding_step
 from asyncrl.simulators.interface import SimulatorSpec
 from asyncrl.simulators.rollout import SimulatedEpisode
+from asyncrl.storage import media
 from asyncrl.storage.atomic import replacing
-from asyncrl.storage.media import (
-    GREEN,
-    INK,
-    PAPER,
-    RED,
-    captioned,
-    enlarged,
-    font,
-    in_columns,
-    in_row,
-    require_mp4,
-    write_movie,
-)
+from asyncrl.storage.media import GREEN, INK, RED, captioned, enlarged, in_columns, in_row
 from asyncrl.worlds.interface import State, World
 
 PAIRS: Final = 16  # Most episodes on a contact sheet.
@@ -86,7 +75,7 @@ def check_suffix(path: Path) -> None:
     if path.suffix not in (".gif", ".mp4"):
         raise ConfigError(f"--video {path} must end in .gif or .mp4.")
     if path.suffix == ".mp4":
-        require_mp4(path)
+        media.require_mp4(path)
 
 
 def check_imagines(world: World[Any], spec: SimulatorSpec, what: str = "--video") -> None:
@@ -166,7 +155,7 @@ def write_contact_sheet(path: Path, episodes: Sequence[SimulatedEpisode], world:
     chosen = episodes[:PAIRS]
     rows = [unjudged(e, drawn) for e, drawn in zip(chosen, imagine_again(world, chosen), strict=True)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_movie(path, movie(rows, "true and imagined episodes"), rate=RATE)
+    media.write_movie(path, movie(rows, "true and imagined episodes"), rate=RATE)
 
 
 def write_judged_movie(path: Path, episodes: Sequence[JudgedEpisode], title: str) -> None:
@@ -176,19 +165,14 @@ def write_judged_movie(path: Path, episodes: Sequence[JudgedEpisode], title: str
     """
     with replacing(path) as part:
         written = part.with_suffix(path.suffix)
-        write_movie(written, movie(episodes, title), rate=RATE)
+        media.write_movie(written, movie(episodes, title), rate=RATE)
         written.replace(part)
 
 
 def write_judged_sheet(path: Path, episodes: Sequence[JudgedEpisode], title: str) -> None:
     """Write a row per episode: first picture, judged imagined picture, the true one then, end."""
     with replacing(path) as part:
-        judged_sheet(episodes, title).save(part, "PNG")
-
-
-def judged_sheet(episodes: Sequence[JudgedEpisode], title: str) -> Image.Image:
-    """Draw the sheet of `write_judged_sheet`."""
-    return in_columns([[_row(episode) for episode in episodes]], [title])
+        in_columns([[_row(episode) for episode in episodes]], [title]).save(part, "PNG")
 
 
 def movie(episodes: Sequence[JudgedEpisode], title: str) -> Iterator[NDArray[np.uint8]]:
@@ -246,10 +230,10 @@ def _tile(episode: JudgedEpisode, step: int) -> Image.Image:
 
 def _half(frame: NDArray[np.uint8], name: str, success: bool) -> Image.Image:
     picture, top = enlarged(frame, _WIDTH), _TEXT + 5
-    whole = Image.new("RGB", (picture.width, picture.height + top), PAPER)
+    whole = Image.new("RGB", (picture.width, picture.height + top), media.PAPER)
     whole.paste(picture, (0, top))
     draw = ImageDraw.Draw(whole)
-    draw.text((2, 0), name, fill=INK, font=font(_TEXT))
+    draw.text((2, 0), name, fill=INK, font=media.font(_TEXT))
     if success:
         draw.rectangle((0, top, whole.width - 1, whole.height - 1), outline=GREEN, width=3)
     return whole

@@ -37,12 +37,7 @@ class SuccessRate:
 
     @classmethod
     def of(cls, successes: int, episodes: int) -> SuccessRate:
-        """Compute the shares from which the observation is less than 1.96 sigma away (Wilson, 1927).
-
-        Example:
-            >>> SuccessRate.of(8, 10).low.__round__(3), SuccessRate.of(8, 10).high.__round__(3)
-            (0.49, 0.943)
-        """
+        """Compute the shares from which the observation is less than 1.96 sigma away (Wilson, 1927)."""
         if episodes == 0:
             return cls(successes=0, episodes=0, rate=math.nan, low=0.0, high=1.0)
         z, n, p = 1.959964, episodes, successes / episodes

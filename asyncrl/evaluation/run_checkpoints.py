@@ -61,11 +61,7 @@ class EvaluatedVersion:
 
 
 def is_due(version: int, every: int, last: int) -> bool:
-    """Return True if a version above 0 is to be measured; `every` 0: none is.
-
-    >>> [version for version in range(1, 13) if is_due(version, 5, 12)]
-    [5, 10, 12]
-    """
+    """Return True if a version above 0 is to be measured; `every` 0: none is."""
     return every > 0 and (version % every == 0 or version == last)
 
 
@@ -108,19 +104,11 @@ class RunCheckpoints:
     """Finds the due checkpoints of one run and has them measured. Used by one thread of one process."""
 
     def __init__(
-        self,
-        run_dir: Path,
-        measure: Measure,
-        *,
-        every: int,
-        last: int,
-        simulator: str,
-        temperature: float,
-        clock: Callable[[], float] = time.time,
+        self, run_dir: Path, measure: Measure, *, every: int, last: int, simulator: str, temperature: float
     ) -> None:
         """Read the earlier results, which are not measured again."""
         self._run_dir, self._measure, self._every, self._last = run_dir, measure, every, last
-        self._simulator, self._temperature, self._clock = simulator, temperature, clock
+        self._simulator, self._temperature = simulator, temperature
         self._folder = run_dir / checkpoint.FOLDER
         self._rows = read_evaluations(run_dir)
         clean_up(run_dir)
@@ -147,9 +135,9 @@ class RunCheckpoints:
         return True
 
     def _evaluate(self, version: int, folder: Path | None) -> None:
-        began = self._clock()
+        began = time.time()
         result, sheet, movie = self._measure(version, folder)
-        rate, now = result.overall, self._clock()
+        rate, now = result.overall, time.time()
         before = self._rows[-1].version if self._rows else 0
         row = EvaluatedVersion(
             version=version,

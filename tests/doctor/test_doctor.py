@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
-import resource
 import sys
 import threading
 from dataclasses import replace
@@ -276,21 +275,6 @@ def test_a_gpu_that_is_asked_for_and_not_there_is_broken() -> None:
     finding = placed(device="cuda")
     assert finding.verdict is Verdict.BROKEN
     assert "--device is cuda" in finding.seen
-
-
-def test_too_few_open_files_are_a_warning_with_the_command() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    examination = Examination(config=TrainConfig(placement="learner=0,actor=1-3"))
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
-        finding = host.check_open_files(examination)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (384, hard))
-        enough = host.check_open_files(examination)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert finding.verdict is Verdict.WARNING
-    assert finding.advice == "Raise it: ulimit -n 384"
-    assert enough.verdict is Verdict.OK
 
 
 def test_missing_shared_memory_is_a_warning(tmp_path) -> None:

@@ -20,7 +20,6 @@ from asyncrl.evaluation.contact_sheet import (
     check_suffix,
     imagine_again,
     judge,
-    judged_sheet,
     unjudged,
     verdicts,
     write_contact_sheet,
@@ -211,9 +210,13 @@ def test_a_simulator_alone_has_one_verdict() -> None:
     assert verdicts(unjudged(played(58, 20, True))) == ["truth: solved in step 20"]
 
 
-def test_the_sheet_shows_the_picture_that_was_judged() -> None:
+def test_the_sheet_shows_the_picture_that_was_judged_and_is_written_whole(tmp_path: Path) -> None:
     found = replace(judged(58, 20), truth=np.full((21, SIZE, SIZE, 3), 200, np.uint8))
-    sheet = np.asarray(judged_sheet([found], "version 5"))
+    write_judged_sheet(tmp_path / "sheet.png", [found], "version 5")
+    with Image.open(tmp_path / "sheet.png") as written:
+        assert written.format == "PNG"
+        sheet = np.asarray(written)
+    assert [path.name for path in tmp_path.iterdir()] == ["sheet.png"]
     greys = {int(value) for value in np.unique(sheet[60])}
     assert {70, 200} <= greys, "the imagined picture of step 12 and the truth stand in one row"
     assert 71 not in greys
@@ -230,10 +233,3 @@ def test_the_movie_stops_the_imagined_half_at_the_judged_step(tmp_path: Path) ->
     middle = last[100, 10 + 128 + 2 + 64]  # In the right half of the first tile.
     assert np.abs(middle - 70).max() <= 2, middle
     assert not list(tmp_path.glob("*.tmp*"))
-
-
-def test_sheets_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    write_judged_sheet(tmp_path / "sheet.png", [judged(58, 20)], "version 5")
-    with Image.open(tmp_path / "sheet.png") as sheet:
-        assert sheet.format == "PNG"
-    assert [path.name for path in tmp_path.iterdir()] == ["sheet.png"]

@@ -453,7 +453,7 @@ NOT_DISCRETE = ("action_head", "noisy_action_projector", "vision_backbone")
     ("more", "files", "said"),
     [
         (HALF, (), r"lacks tensor value_head\.mlp\.2\.bias"),
-        (critic(5), (), r"has 5 rows.*--chunk"),
+        (critic(5), (), r"has 5 rows.*chunk=N"),
         *(({}, (f"{name}--5",), rf"{name}--5_checkpoint\.pt is .*discrete action") for name in NOT_DISCRETE),
         ({}, ("proprio_projector--1", "proprio_projector--2"), "2 proprioception projectors"),
     ],
