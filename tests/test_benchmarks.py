@@ -51,12 +51,10 @@ def test_a_benchmark_ends_with_its_table(
     ("name", "expected"),
     [
         ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT", "matrix products"),
-        ("cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<...>>", "matrix products"),
         ("sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc", "convolutions"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7", "attention"),
         ("triton_red_fused__to_copy_add_mul_native_layer_norm_3", "fused by the compiler"),
         ("Memcpy DtoD (Device -> Device)", "copies"),
-        ("void at::native::vectorized_elementwise_kernel<4, ...>", "element by element, sums"),
         ("ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "between devices"),
         ("kernel_that_nobody_knows", "other"),
     ],
@@ -99,10 +97,8 @@ def test_a_learner_that_works_off_a_backlog_does_not_count_as_speed(monkeypatch:
     assert found.learned_per_hour == pytest.approx(60 * 60 * 4 * 16)
     assert found.imagined_per_hour == pytest.approx(3600 / 4 * 32 * 8)
     assert found.steps_per_hour == found.imagined_per_hour
-    unsaid = [{key: row[key] for key in row if key != "actor/decisions"} for row in rows]
     came_back = [*rows[:2], rows[2] | {"actor/decisions": 210.0}]
-    for some in (unsaid, came_back):
-        assert benchmark.outcome("asynchronous", some, 4, {}, 12.0).steps_per_hour == found.learned_per_hour
+    assert benchmark.outcome("asynchronous", came_back, 4, {}, 12.0).steps_per_hour == found.learned_per_hour
 
 
 @pytest.mark.parametrize("change", [0, 1])

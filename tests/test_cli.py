@@ -32,12 +32,35 @@ def test_help_lists_every_command_and_imports_nothing_heavy() -> None:
         assert any(line.startswith(f"  {command} ") for line in text)
 
 
-@pytest.mark.parametrize("command", ["fit", "recordings", "replay", "runs"])
-def test_help_names_every_subcommand(command: str) -> None:
-    help_of_command = python(f"from asyncrl import cli; cli.main(['{command}', '--help'])").stdout
-    found = re.search(r"\{([\w,\s]+)\}", help_of_command)
-    assert found, help_of_command
-    assert cli.about(command).rpartition(": ")[2].split("|") == found[1].split(",")
+SUBCOMMANDS = {
+    name: cli.about(name).rpartition(": ")[2].split()[0].split("|")
+    for name in ("fit", "recordings", "replay", "runs", "simulators")
+}
+CALLS = [*(cli.COMMANDS.keys() - SUBCOMMANDS), *(f"{c} {s}" for c in SUBCOMMANDS for s in SUBCOMMANDS[c])]
+
+
+def help_of(call: str, capsys: pytest.CaptureFixture[str]) -> str:
+    command, *rest = call.split()
+    with pytest.raises(SystemExit) as left:
+        cli.run(command, [*rest, "--help"])
+    assert left.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", SUBCOMMANDS)
+def test_help_names_every_subcommand(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = re.search(r"\{([\w,\s]+)\}", help_of(command, capsys))
+    assert found
+    assert SUBCOMMANDS[command] == found[1].split(",")
+
+
+@pytest.mark.parametrize("call", sorted(CALLS))
+def test_no_positional_argument_is_named_after_its_type(
+    call: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usage = help_of(call, capsys).splitlines()[0]
+    without_flags = re.sub(r"--[a-z-]+ \[?(STR|PATH|INT|FLOAT)", "--flag", usage)
+    assert not re.search(r"\b(STR|PATH|INT|FLOAT)\b(?! ?\.\.\.)", without_flags)
 
 
 def test_the_program_runs_as_a_module() -> None:
@@ -55,12 +78,11 @@ def test_what_is_no_command_is_answered(
     assert capsys.readouterr().out.startswith(f"asyncrl {__version__}")
 
 
-def test_an_unknown_command_is_answered_with_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_is_answered_with_the_nearest_one_or_the_list(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert cli.run("evalute", []) == 2
     assert "Perhaps you meant `asyncrl evaluate`" in capsys.readouterr().err
-
-
-def test_a_command_unlike_any_other_is_answered_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run("qqqq", []) == 2
     assert "There are: train, actor, evaluate, audit, pace, collect" in capsys.readouterr().err
 
@@ -85,7 +107,7 @@ def shell(command: str, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("arguments", ["metrics", "--help", "--version", "train --help", "configs"])
+@pytest.mark.parametrize("arguments", ["metrics", "--version", "train --help"])
 def test_a_full_device_is_said_in_a_sentence_and_is_code_one(arguments: str) -> None:
     done = shell(f"asyncrl {arguments} > /dev/full")
     assert done.returncode == 1
@@ -100,19 +122,10 @@ def test_with_nobody_to_complain_to_the_code_says_enough() -> None:
 
 
 LEFTOVERS: dict[str, tuple[Exception, int, str]] = {
-    "a long name": (
-        OSError(errno.ENAMETOOLONG, "File name too long", "xxx"),
-        2,
-        "xxx cannot be used: File name",
-    ),
     "a folder": (IsADirectoryError(errno.EISDIR, "Is a directory", "runs"), 2, "runs cannot be used"),
     "a full disk": (OSError(errno.ENOSPC, "No space left on device"), 1, "Free disk space"),
     "too many files": (OSError(errno.EMFILE, "Too many open files"), 1, "ulimit -n"),
-    "no UTF-8": (
-        UnicodeDecodeError("utf-8", b"\xe9", 0, 1, "unexpected end of data"),
-        2,
-        "is not UTF-8 text",
-    ),
+    "no UTF-8": (UnicodeDecodeError("utf-8", b"\xe9", 0, 1, "the end"), 2, "is not UTF-8 text"),
     "a large number": (OverflowError("int too large to convert"), 2, "too large to compute with"),
     "many levels": (RecursionError("maximum recursion depth exceeded"), 2, "more levels than can be read"),
     "no memory": (MemoryError(), 1, "there is not enough memory"),
@@ -143,10 +156,7 @@ def test_what_no_part_answered_is_a_sentence(
         cli.run("fails", [])
 
 
-@pytest.mark.parametrize(
-    "error",
-    [ValueError("x"), TypeError("x"), KeyError("x"), RuntimeError("x"), AssertionError(), OSError("no file")],
-)
+@pytest.mark.parametrize("error", [ValueError("x"), RuntimeError("x"), OSError("no file")])
 def test_a_bug_still_shows_its_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cli.COMMANDS, "fails", f"{__name__}:raises")
     monkeypatch.setattr(sys.modules[__name__], "_raised", error)

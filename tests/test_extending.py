@@ -167,11 +167,6 @@ class Short(TokenPolicy):
         acted = super().act(inputs, sampling, seeds)
         return replace(acted, logprob=acted.logprob.sum(2))
 
-class Double(TokenPolicy):
-    def act(self, inputs, sampling, seeds):
-        acted = super().act(inputs, sampling, seeds)
-        return replace(acted, actions=acted.actions.double())
-
 class Forgetful(FlowPolicy):
     def act(self, inputs, sampling, seeds):
         return replace(super().act(inputs, sampling, seeds), sample={})
@@ -189,10 +184,6 @@ class Grey(ShiftWorld):
 class Generous(MiddleReward):
     def score(self, frames, tasks):
         return super().score(frames, tasks) + 2
-
-class Eager(MiddleReward):
-    def score(self, frames, tasks):
-        return super().score(frames, tasks).half()
 """
 MODELS = {"policy": TOKENS, "world": WORLD, "reward": REWARD}
 
@@ -211,10 +202,6 @@ MODELS = {"policy": TOKENS, "world": WORLD, "reward": REWARD}
             "wrong:Short, whose act().logprob is float32[2, 4], expected float32[2, 4, 2]",
         ),
         (
-            ["--policy", "wrong:Double@models/tokens"],
-            "wrong:Double, whose act().actions is float64[2, 4, 2], expected float32[2, 4, 2]",
-        ),
-        (
             ["--policy", "wrong:Forgetful@models/flow"],
             "act().sample is [], expected the arrays of sample_arrays",
         ),
@@ -224,12 +211,9 @@ MODELS = {"policy": TOKENS, "world": WORLD, "reward": REWARD}
             "wrong:Grey, whose imagine()[0] is uint8[2, 4, 32, 32], expected uint8[2, 4, 32, 32, 3]",
         ),
         (["--reward", "wrong:Generous"], "wrong:Generous, whose score is (2.0"),
-        (["--reward", "wrong:Eager"], "wrong:Eager, whose score is float16[2, 4], expected float32[2, 4]"),
         (["--correction.kind", "tsi"], "nothing of that kind is called so. Perhaps you meant 'tis'"),
-        (["--weights.transport", "ncc"], "nothing of that kind is called so. Perhaps you meant 'nccl'"),
         (["--correction.kind", "wrong:Blind"], "wrong:Blind, which lacks weights"),
         (["--lora.rank", "4"], "--lora.rank is 4, but TokenPolicy has no lora_layers"),
-        (["--imagination.compile"], "--imagination.compile is set, but TokenPolicy has no compile_acting"),
         (["--algorithm.kind", "ppo"], "--algorithm.kind is ppo, but TokenPolicy has no critic"),
         (
             ["--policy", "tabletop"],

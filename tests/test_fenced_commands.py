@@ -327,32 +327,6 @@ def test_the_python_of_a_page_compiles(page: Path) -> None:
             compile("\n".join(fence.lines), fence.where, "exec")
 
 
-def test_most_of_what_is_checked_is_ours() -> None:
-    every = [fence for page in PAGES for fence in fences(page)] + [head(path) for path in HEADS]
-    found = [command.words[0] for fence in every if fence.tag in TYPED for command in commands(fence)]
-    assert found.count("asyncrl") > 100
-    assert found.count("torchrun") > 20
-    assert found.count("python") > 5
-
-
-def test_a_block_is_read_as_a_shell_would() -> None:
-    text = (
-        'F="configs/tabletop.toml --seed 1"',
-        "asyncrl train $F > all.toml  # why",
-        "OMP_NUM_THREADS=1 torchrun \\",
-        "    torchrun_scripts/train.sh && asyncrl runs | head",
-        "update  success",
-        "# asyncrl nothing",
-    )
-    found = [command.words for command in commands(Fence(where="here", tag="", lines=text))]
-    assert found == [
-        ("asyncrl", "train", "configs/tabletop.toml --seed 1"),
-        ("torchrun", "torchrun_scripts/train.sh"),
-        ("asyncrl", "runs"),
-        ("head",),
-    ]
-
-
 WRONG = {
     "asyncrl train --updats 3": "updates",
     "asyncrl train --resume      the newest run": "the",

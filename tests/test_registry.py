@@ -46,10 +46,12 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 
 
 def test_a_name_that_a_package_registers_is_found(install: Install) -> None:
-    install("pouring-lab", "pouring = pouring_lab:Pouring")
+    install("pouring-lab", "pouring = pouring_lab:Pouring\ntabletop = pouring_lab:Pouring")
     source = SimulatorSource(name="pouring", image_size=48)
     assert source.spec().image_size == 48
     assert type(source.build()).__module__ == "pouring_lab"
+    built_in = registry.resolve("simulator", "tabletop")
+    assert built_in.__module__ == "asyncrl.simulators.tabletop.simulator", "it is not taken over"
 
 
 def test_packages_are_not_imported_nor_looked_for_before_they_are_named(
@@ -72,11 +74,6 @@ def test_an_unknown_name_lists_what_there_is_and_the_nearest(install: Install) -
     words = r"meant 'pouring'.*Built in: tabletop.*Of installed packages: .*pouring.*package\.module:Class"
     with pytest.raises(ConfigError, match=words):
         registry.resolve("simulator", "puoring")
-
-
-def test_a_built_in_name_is_not_taken_over(install: Install) -> None:
-    install("pouring-lab", "tabletop = pouring_lab:Pouring")
-    assert registry.resolve("simulator", "tabletop").__module__ == "asyncrl.simulators.tabletop.simulator"
 
 
 def test_a_name_of_two_packages_is_not_guessed(install: Install) -> None:

@@ -158,28 +158,21 @@ def test_gc_keeps_what_is_asked_for_what_is_best_and_what_it_does_not_know(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoints = folder / "first" / "checkpoints"
-    (checkpoints / "best").symlink_to("update_000001")
+    keep_copy(checkpoints / "update_000002", checkpoints / "best")
+    listed = json.loads(said(["gc", "runs/first", "--json"], capsys))
+    sizes = {Path(row["path"]).name: row["bytes"] for row in listed}
+    shared = {"update_000001": 1026, "update_000002": 0, "update_000003": 1026}
+    assert sizes == shared, "files that the best checkpoint shares free nothing"
+    (checkpoints / "link").symlink_to("update_000001")
     (checkpoints / "mine").mkdir()
     (checkpoints / "update_2").mkdir()
     (checkpoints / "update_000002.txt").touch()
     (checkpoints / "update_000005.tmp").mkdir()
     (checkpoints / "other.tmp").mkdir()
     said(["gc", "runs/first", "--yes", "--keep-checkpoints", "2"], capsys)
-    odd = ["best", "mine", "other.tmp", "update_000001"]
-    assert kept(folder / "first") == [*odd, "update_000002.txt", "update_000003", "update_000004", "update_2"]
-
-
-def test_files_that_the_best_checkpoint_shares_count_once_and_free_nothing(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    checkpoints = folder / "first" / "checkpoints"
-    keep_copy(checkpoints / "update_000002", checkpoints / "best")
-    listed = json.loads(said(["gc", "runs/first", "--json"], capsys))
-    sizes = {Path(row["path"]).name: row["bytes"] for row in listed}
-    assert sizes == {"update_000001": 1026, "update_000002": 0, "update_000003": 1026}
-    said(["gc", "runs/first", "--yes"], capsys)
-    assert kept(folder / "first") == ["best", "update_000004"]
+    odd = ["best", "link", "mine", "other.tmp", "update_000001"]
     assert (checkpoints / "best" / "model").read_bytes() == bytes(1000)
+    assert kept(folder / "first") == [*odd, "update_000002.txt", "update_000003", "update_000004", "update_2"]
 
 
 def test_gc_keeps_the_older_checkpoints_of_a_newest_that_is_not_whole(
@@ -191,17 +184,7 @@ def test_gc_keeps_the_older_checkpoints_of_a_newest_that_is_not_whole(
     assert len(kept(folder / "first")) == 4
 
 
-def test_gc_never_touches_a_running_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lock = run_owner.acquire(folder / "first")
-    before = contents(folder / "first")
-    text = said(["gc", "--yes"], capsys)
-    assert "left alone, for it runs: first" in text
-    assert contents(folder / "first") == before
-    assert kept(folder / "second") == ["update_000002"]
-    lock.release()
-
-
-def test_a_run_that_begins_meanwhile_is_not_touched(
+def test_a_run_that_begins_meanwhile_or_runs_is_not_touched(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     summarise, held = runs_command.summarise, list[run_owner.RunLock]()
@@ -215,6 +198,10 @@ def test_a_run_that_begins_meanwhile_is_not_touched(
     assert cli.run("runs", ["gc", str(folder / "first"), "--yes"]) == 1
     assert "runs gc would change a folder that is in use" in capsys.readouterr().err
     assert len(kept(folder / "first")) == 4
+    monkeypatch.undo()
+    monkeypatch.chdir(folder.parent)
+    assert "left alone, for it runs: first" in said(["gc", "--yes"], capsys)
+    assert (len(kept(folder / "first")), kept(folder / "second")) == (4, ["update_000002"])
     held.pop().release()
 
 

@@ -29,7 +29,7 @@ def simulated(seed: int = 0, updates: int = 30, **changes: Any) -> Any:
     return module.Simulation(scale, seed).run(updates, skip=10)
 
 
-@pytest.mark.parametrize("update_seconds", [1.0, 3.0, 4.0, 6.0, 20.0])
+@pytest.mark.parametrize("update_seconds", [1.0, 4.0, 20.0])
 def test_the_slower_side_sets_the_pace(update_seconds: float) -> None:
     found = simulated(update_seconds=update_seconds)
     assert found.seconds == pytest.approx(max(update_seconds, 4.0), rel=0.02)
@@ -52,20 +52,6 @@ def test_a_slow_learner_uses_the_lag_that_it_may(max_lag: int) -> None:
     assert found.lag_max == max_lag
     assert found.lag_mean == pytest.approx(max_lag, abs=0.1)
     assert found.dropped == 0
-
-
-def test_a_slow_replay_bounds_everything() -> None:
-    found = simulated(decision_bytes=1.0, ingest=8.0)
-    assert found.decisions_per_second == pytest.approx(8.0, rel=0.05)
-    assert found.replay_busy == pytest.approx(1.0, abs=0.05)
-    handing = simulated(decision_bytes=1.0, ingest=16.0, hand_over=16.0)
-    assert handing.decisions_per_second == pytest.approx(8.0, rel=0.1)  # One thread does both.
-
-
-def test_the_same_seed_is_the_same_run_and_another_is_not() -> None:
-    uneven = {"shortest": 0.25, "decisions": 8, "update_seconds": 3.7}
-    assert simulated(seed=3, **uneven) == simulated(seed=3, **uneven)
-    assert simulated(seed=3, **uneven) != simulated(seed=4, **uneven)
 
 
 def test_the_measured_runs_are_made_again() -> None:

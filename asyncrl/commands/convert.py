@@ -38,7 +38,7 @@ class ConvertConfig(Bounded):
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Folder to write; new or empty."""
     policy_settings: tuple[str, ...] = ()
-    """What a published SOURCE does not say about itself: key=value, as of `asyncrl train`."""
+    """What a published SOURCE does not say itself: key=value, as of `asyncrl train`."""
     adapter: str = ""
     """peft adapter folder to merge; with the layer names of the published model or of
     asyncrl. Not one that lies inside SOURCE: there it is the record of what was merged."""
