@@ -110,7 +110,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _write_curves(checkpoint: str, audits: dict[str, Audit]) -> None:
-    """Write curves of a run's checkpoints into its folder; audits by their policies."""
     from asyncrl.evaluation.audit import metrics_of
     from asyncrl.launch.named_models import folder_part, run_of
     from asyncrl.observability.logger import start_command, write_curves
@@ -180,7 +179,6 @@ def _parse(arguments: list[str]) -> tuple[AuditConfig, RunSettings | None]:
 
 
 def _policies(config: AuditConfig) -> dict[str, str]:
-    """Return the policies to audit by their names in the table."""
     from asyncrl.launch.named_models import run_of
     from asyncrl.storage import checkpoint
 

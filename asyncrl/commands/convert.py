@@ -119,7 +119,6 @@ def _convert_adapter(config: ConvertConfig, source: Path) -> None:
 
 
 def _training(folder: Path) -> dict[str, Any]:
-    """Describe for the card the run that a folder is a checkpoint of: before a weight is written."""
     from asyncrl.policies.openvla.model_card import about_run
 
     run = run_of(str(folder)) if (folder / "state.json").is_file() else None

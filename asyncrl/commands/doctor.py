@@ -161,7 +161,6 @@ def _model(config: CheckConfig) -> Iterator[str]:
 
 
 def _starts(config: CheckConfig, size: int) -> list[StartState]:
-    """Return the start states of a file or of a shipped world, else noise."""
     import numpy as np
 
     from asyncrl.launch.named_models import folder_part

@@ -247,7 +247,6 @@ def _fit_decoder(config: FitDecoder) -> None:
 def _imagine(
     config: FitDecoder, world: Any, device: torch.device, dtype: torch.dtype
 ) -> tuple[ImaginedVideos, ImaginedVideos]:
-    """Imagine episodes to learn from and, from other start states, to measure on."""
     from asyncrl.fitting.fit_decoder import imagine_episodes
     from asyncrl.policies.interface import SamplingParams
     from asyncrl.policies.openvla.policy import load_policy

@@ -178,7 +178,6 @@ class Rounds:
         return row
 
     def _train_to(self, updates: int) -> str:
-        """Train to an update unless it was reached; returns its checkpoint as --policy takes it."""
         from asyncrl.storage import checkpoint
 
         if updates not in checkpoint.kept(self.run):

@@ -111,7 +111,6 @@ class Imagine(ReplayCommand):
         return int("differs" in verdicts)
 
     def _run(self) -> tuple[Path, TrainConfig]:
-        """Return the run's folder and settings; parts that are named here replace its own."""
         from asyncrl.config.loading import load_file
         from asyncrl.config.run import TrainConfig
         from asyncrl.launch.named_models import refuse_foreign_code

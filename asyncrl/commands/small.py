@@ -3,7 +3,6 @@
 `asyncrl actor --join ENDPOINT`: join a running run as one more actor, from any host.
 `asyncrl simulators list|lite NAME`: list the simulators; make light scenes of a LIBERO suite.
 `asyncrl keys DIR`: make keys for a replay that other hosts can reach.
-`asyncrl configs`: list the shipped configuration files.
 `asyncrl metrics [--waits]`: print the reference page of all metrics, or of all waits.
 `asyncrl completion SHELL`: print a script by which bash, zsh or fish completes what is typed.
 """
@@ -21,7 +20,6 @@ from typing import Annotated, Any, Final, Literal
 
 import tyro
 
-import asyncrl
 from asyncrl import registry
 from asyncrl.commands import COMMANDS
 from asyncrl.config.bounds import AtLeast, Bounded
@@ -39,11 +37,6 @@ class KeysConfig:
     """Folder for the keys, for example ~/.asyncrl/keys; made private (mode 0700)."""
     clients: tuple[str, ...] = ("1",)
     """One number N: the learner and actor-0 to actor-(N-1), one actor per rank. Or names: learner actor-0."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConfigsConfig:
-    """List the shipped configuration files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +120,6 @@ ARGUMENTS: Final[dict[str, Any]] = {
     "actor": JoinOptions,
     "simulators": SIMULATORS,
     "keys": KeysConfig,
-    "configs": ConfigsConfig,
     "metrics": MetricsConfig,
     "completion": CompletionConfig,
 }
@@ -174,26 +166,6 @@ def _clients(clients: tuple[str, ...]) -> list[str]:
     if not clients:
         raise ConfigError("--clients is empty, so nobody would be admitted. Give a number, or names.")
     return list(dict.fromkeys(clients))
-
-
-def configs(arguments: list[str]) -> int:
-    """Print each file with its first comment line."""
-    from asyncrl.observability.console import hanging
-
-    tyro.cli(ConfigsConfig, args=arguments, prog="asyncrl configs")
-    folder, here = Path(asyncrl.__file__).parents[1] / "configs", Path.cwd()
-    files = sorted(folder.glob("*.toml"))
-    if not files:
-        print(f"There are no configuration files in {folder}: they come with the repository, not with the")
-        print("installed package. `asyncrl train` without a file uses the defaults of tabletop.toml.")
-        return 0
-    names = [str(file.relative_to(here) if file.is_relative_to(here) else file) for file in files]
-    width = max(map(len, names))
-    for name, file in zip(names, files, strict=True):
-        about = file.read_text(encoding="utf-8").split("\n", 1)[0].lstrip("# ")
-        print(hanging(f"{name:<{width}}  ", about))
-    print("\nUse one with `asyncrl train FILE`; flags after it win.")
-    return 0
 
 
 def metrics(arguments: list[str]) -> int:

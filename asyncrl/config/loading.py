@@ -99,7 +99,7 @@ def _read(path: Path) -> dict[str, Any]:
         table = parse_json(raw) if of_run else tomllib.loads(raw.decode("utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read ({error.strerror}). `asyncrl configs` lists the shipped ones."
+            f"{path} cannot be read ({error.strerror}). The shipped ones are in configs/."
         ) from None
     except (ValueError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else error

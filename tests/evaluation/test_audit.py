@@ -122,6 +122,8 @@ def test_rates_are_counted_over_what_they_are_of() -> None:
     assert (result.wrong_on_true_frames.successes, result.wrong_on_true_frames.episodes) == (3, 5)
     assert result.correlation == pytest.approx(np.corrcoef([1, 1, 1, 0, 0], [1, 0, 0, 1, 0])[0, 1])
     assert len(result.psnr) == 3
+    nothing = Audit.of([])
+    assert (nothing.wrong.episodes, math.isnan(nothing.correlation), nothing.psnr) == (0, True, ())
 
 
 @pytest.mark.parametrize(("rows", "places"), [(1, 1), (2, 3), (5, 1), (16, 2)])
@@ -150,13 +152,6 @@ def test_the_success_rule_of_the_run_ends_episodes() -> None:
         (low,) = audit(models(threshold=0.95), simulators, plays(RIGHT), rows=1)
     assert (strict.imagined, strict.decisions, strict.judged_true) == (False, 3, False)
     assert not low.imagined
-
-
-def test_nothing_audited_has_no_rates() -> None:
-    result = Audit.of([])
-    assert result.wrong.episodes == 0
-    assert math.isnan(result.correlation)
-    assert result.psnr == ()
 
 
 def test_decisions_without_a_true_frame_have_no_psnr() -> None:

@@ -113,22 +113,13 @@ def test_a_checkpoint_may_be_deleted_while_it_is_measured(tmp_path: Path) -> Non
     assert (tmp_path / "checkpoints" / BEST / "state" / "part.safetensors").read_text() == "optimizer"
 
 
-def test_a_checkpoint_that_went_away_is_left_for_the_next_round(tmp_path: Path, monkeypatch) -> None:
+def test_a_checkpoint_that_goes_away_is_left_for_the_next_round(tmp_path: Path) -> None:
     player = Player({0: 4, 10: 5})
     checkpoints = opened(tmp_path, player)
     checkpoints.round()
-    gone = save(tmp_path, 5)
-    real = checkpoint._link
-
-    def deleted_at_the_second_file(source: Path, copy: Path) -> None:
-        if source.name == "part.safetensors":
-            shutil.rmtree(gone)
-        real(source, copy)
-
-    monkeypatch.setattr(checkpoint, "_link", deleted_at_the_second_file)
+    (save(tmp_path, 5) / "state" / "part.safetensors").unlink()  # It is being deleted, file by file.
     assert not checkpoints.round()
-    assert not (tmp_path / "checkpoints" / "evaluating").exists()
-    monkeypatch.setattr(checkpoint, "_link", real)
+    assert not (tmp_path / "checkpoints" / HELD).exists()
     save(tmp_path, 10)
     assert checkpoints.round()
     assert [version for version, _ in player.played] == [0, 10]
@@ -162,7 +153,12 @@ def test_a_resumed_run_forgets_what_it_makes_anew(tmp_path: Path) -> None:
     for version in (5, 10):
         save(tmp_path, version)
         checkpoints.round()
+    best = tmp_path / "checkpoints" / BEST
+    forget_best_after(tmp_path, 10)
+    assert best.is_dir()
     run_checkpoints.cut_evaluations(tmp_path, 5)
+    forget_best_after(tmp_path, 9)
+    assert not best.exists()
     assert [row.version for row in run_checkpoints.read_evaluations(tmp_path)] == [0, 5]
 
 
@@ -181,16 +177,6 @@ def test_lines_that_are_none_are_left_out(tmp_path: Path) -> None:
     assert [row.version for row in run_checkpoints.read_evaluations(tmp_path)] == [0, 5], "behind a torn one"
 
 
-def test_half_a_checkpoint_is_never_measured(tmp_path: Path) -> None:
-    player = Player({0: 4})
-    checkpoints = opened(tmp_path, player)
-    checkpoints.round()
-    (save(tmp_path, 5) / "state" / "part.safetensors").unlink()  # It is being deleted, file by file.
-    assert not checkpoints.round()
-    assert not (tmp_path / "checkpoints" / HELD).exists()
-    assert [version for version, _ in player.played] == [0]
-
-
 def test_a_best_version_that_was_being_replaced_is_put_back(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     save(tmp_path, 5).rename(folder / BEFORE)
@@ -198,12 +184,3 @@ def test_a_best_version_that_was_being_replaced_is_put_back(tmp_path: Path) -> N
     clean_up(tmp_path)
     assert (folder / BEST / "model.safetensors").read_text() == "weights 5"
     assert sorted(path.name for path in folder.iterdir()) == [BEST]
-
-
-def test_the_best_version_goes_when_a_resumed_run_makes_it_anew(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    save(tmp_path, 10).rename(folder / BEST)
-    forget_best_after(tmp_path, 10)
-    assert (folder / BEST).is_dir()
-    forget_best_after(tmp_path, 9)
-    assert not (folder / BEST).exists()
