@@ -160,7 +160,7 @@ def test_models_that_do_not_fit_are_named(tmp_path) -> None:
     finding = models.check_models(fitting)
     assert finding.verdict is Verdict.OK, finding
     assert "8 start states" in finding.seen
-    assert "64 x 64 pixels" in finding.seen
+    assert "64 pixels" in finding.seen
     save_start_states(tmp_path / "small.h5", [start_state(0, 32)])
     wrong = Examination(config=replace(folders, start_states=str(tmp_path / "small.h5")))
     finding = models.check_models(wrong)
