@@ -157,61 +157,46 @@ def _split(text: str, where: str, variables: dict[str, str]) -> Iterator[tuple[s
             words = []
 
 
-def check(command: Command) -> str:
-    """Give a command to its parser.
-
-    Returns:
-        Which parser it was; empty: the program is none of ours, and only its name is known.
-
-    Raises:
-        AssertionError, SystemExit, ConfigError: It does not survive copying.
-    """
+def check(command: Command) -> None:
+    """Give a command of ours to its parser; raises if it does not survive copying."""
     program, *words = command.words
     assert not {"...", "…"} & set(words), "what stands for more cannot be typed"
     match program:
         case "asyncrl":
-            return _asyncrl(words)
+            _asyncrl(words)
         case "torchrun":
-            return _torchrun(words)
+            _torchrun(words)
         case "python" | "python3":
-            return _python(words)
+            _python(words)
         case "pip":
-            return _pip(words)
+            _pip(words)
         case "bash" | "sbatch":
-            return _script(_behind_flags(words, ("--nodes", "--gpus-per-node")))
+            _script(_behind_flags(words, ("--nodes", "--gpus-per-node")))
         case "docker" | "apptainer" if words[0] == "run":
-            return _asyncrl(
-                words[1 + next(i for i, word in enumerate(words) if word.startswith("asyncrl")) :]
-            )
+            _asyncrl(words[1 + next(i for i, word in enumerate(words) if word.startswith("asyncrl")) :])
         case "make":
             assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.M), f"no target {words[0]}"
-            return "make"
         case _ if program.startswith("./"):
-            return _script([program.removeprefix("./"), *words])
-    return ""
+            _script([program.removeprefix("./"), *words])
 
 
-def _asyncrl(words: list[str]) -> str:
-    if not words or words[0] in ("--version", "--help"):
-        return "asyncrl"
+def _asyncrl(words: list[str]) -> None:
+    if not words or {"--version", "--help", "--help-all"} & set(words):
+        return
     name, *arguments = words
     assert name in COMMANDS, f"there is no command {name!r}"
-    if "--help" in arguments or "--help-all" in arguments:
-        return name
     if name in ("train", "doctor"):
         _settings(name, [word for word in arguments if word not in ("--dry-run", "--json")])
-        return name
+        return
     if name == "runs" and not arguments:
         arguments = ["list"]
     wanted = arguments_of(name)
     if name == "pace":
         _, arguments = tyro.cli(wanted, args=arguments, return_unknown_args=True)
         _settings("train", arguments)
-        return name
+        return
     read: Any = tyro.cli(wanted, args=arguments, prog=f"asyncrl {name}")
-    if name == "evaluate":
-        assert read.checkpoint, "nothing is evaluated"
-    return name
+    assert name != "evaluate" or read.checkpoint, "nothing is evaluated"
 
 
 def _settings(name: str, arguments: list[str]) -> None:
@@ -224,7 +209,7 @@ def _settings(name: str, arguments: list[str]) -> None:
     parse([*there, *flags])
 
 
-def _torchrun(words: list[str]) -> str:
+def _torchrun(words: list[str]) -> None:
     if "-m" in words:
         return _python(words[words.index("-m") :])
     own = ("nproc-per-node", "nnodes", "max-restarts", "rdzv-backend", "rdzv-endpoint", "rdzv-id")
@@ -240,7 +225,7 @@ def _behind_flags(words: list[str], with_value: tuple[str, ...]) -> list[str]:
     return words[place:]
 
 
-def _script(words: list[str]) -> str:
+def _script(words: list[str]) -> None:
     path, *arguments = words
     assert (ROOT / path).is_file(), f"there is no file {path}"
     name = Path(path).stem
@@ -248,22 +233,21 @@ def _script(words: list[str]) -> str:
         (stages,) = re.findall(r'^STAGES="(.*)"$', (ROOT / path).read_text(), re.MULTILINE)
         unknown = set(arguments) - {"--anyway", *stages.split()}
         assert not unknown, f"{path} has no stage {sorted(unknown)[0]}"
-        return name
-    if name == "rebuild_assets":
+    elif name == "rebuild_assets":
         assert not arguments, f"{path} takes no arguments"
-        return name
-    return _asyncrl([{"evaluate": "evaluate"}.get(name, "train"), *arguments])
+    else:
+        _asyncrl(["evaluate" if name == "evaluate" else "train", *arguments])
 
 
-def _python(words: list[str]) -> str:
+def _python(words: list[str]) -> None:
     if words[0] == "-c":
         ast.parse(words[1])
-        return "python -c"
+        return
     if words[0] == "-m":
-        if words[1].partition(".")[0] in OWN_PACKAGES:
-            return "python -m"
-        assert words[1] == "asyncrl", f"python -m {words[1]} is not ours"
-        return _asyncrl(words[2:])
+        if words[1].partition(".")[0] not in OWN_PACKAGES:
+            assert words[1] == "asyncrl", f"python -m {words[1]} is not ours"
+            _asyncrl(words[2:])
+        return
     path, *arguments = words
     assert (ROOT / path).is_file(), f"there is no file {path}"
     source = (ROOT / path).read_text(encoding="utf-8")
@@ -274,10 +258,9 @@ def _python(words: list[str]) -> str:
             assert re.search(rf"\b{field}\b|{re.escape(name)}\b", source), f"{path} has no {name}"
         if name in ("--flags", "--ppo-flags"):
             _settings("train", shlex.split(text if given else value))
-    return "python"
 
 
-def _pip(words: list[str]) -> str:
+def _pip(words: list[str]) -> None:
     assert words[0] == "install"
     if "-c" in words:
         assert (ROOT / words[words.index("-c") + 1]).is_file()
@@ -286,7 +269,6 @@ def _pip(words: list[str]) -> str:
         if found := re.fullmatch(r"(?:\.|asyncrl)\[([\w,]+)\]", word):
             missing = set(found[1].split(",")) - set(project["optional-dependencies"])
             assert not missing, f"there is no extra {missing}"
-    return "pip"
 
 
 def problem(command: Command) -> str:
@@ -310,19 +292,11 @@ def problems(found: list[Fence]) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_commands_of_a_page_survive_copying(page: Path) -> None:
-    assert problems(list(fences(page))) == ""
-
-
-@pytest.mark.parametrize("path", HEADS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_the_commands_in_the_comments_of_a_file_survive_copying(path: Path) -> None:
-    assert problems([head(path)]) == ""
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_python_of_a_page_compiles(page: Path) -> None:
-    for fence in fences(page):
+@pytest.mark.parametrize("path", [*PAGES, *HEADS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_commands_and_the_python_of_a_file_survive_copying(path: Path) -> None:
+    found = list(fences(path)) if path in PAGES else [head(path)]
+    assert problems(found) == ""
+    for fence in found:
         if fence.tag == "python":
             compile("\n".join(fence.lines), fence.where, "exec")
 

@@ -18,17 +18,14 @@ def sound(**changes: Any) -> Episode:
     return replace(episode(rows=(0, 1, 2), success_at=19, versions=(4, 3, 5)), **changes)
 
 
-def test_a_sound_episode_has_no_problem() -> None:
-    assert problem_with(sound()) is None
-
-
 def test_an_episode_knows_its_outcome_and_its_oldest_decision() -> None:
     assert (sound().success, sound().oldest_version, sound().steps) == (True, 3, 20)
     failed = episode(success_at=-1)
     assert (failed.success, failed.steps) == (False, failed.rewards.size)
 
 
-def test_a_video_of_eight_frames_per_decision_is_sound() -> None:
+def test_an_episode_with_or_without_a_video_is_sound() -> None:
+    assert problem_with(sound()) is None
     assert problem_with(sound(video=np.zeros((24, 2, 2, 3), np.uint8))) is None
 
 
@@ -52,9 +49,7 @@ def with_one(array: np.ndarray, value: float) -> np.ndarray:
         ({"final_frame": np.zeros((4, 2, 3), np.uint8)}, "final_frame has shape [4, 2, 3], expected H = 2"),
         ({"video": np.zeros((23, 2, 2, 3), np.uint8)}, "3 decisions and 23 video frames"),
         ({"member": 2}, "member 2 of a group of 2"),
-        ({"member": -1}, "member -1 of a group of 2"),
         ({"logprobs": with_one(LOGPROBS, np.nan)}, "finite"),
-        ({"logprobs": with_one(LOGPROBS, -np.inf)}, "finite"),
         ({"logprobs": with_one(LOGPROBS, 1e-3)}, "at most 0"),
         ({"sample": {"tokens": with_one(TOKENS, 256)}}, "0..255"),
         ({"sample": {"tokens": with_one(TOKENS, -1)}}, "0..255"),
@@ -64,7 +59,6 @@ def with_one(array: np.ndarray, value: float) -> np.ndarray:
         ({"success_scores": np.full((3, 8), np.nan, np.float32)}, "success_scores are probabilities"),
         ({"rewards": np.zeros((3, 8), np.float32)}, "no step of the last decision"),
         ({"temperature": float("nan")}, "temperature nan"),
-        ({"temperature": -1.0}, "temperature -1.0"),
         ({"top_k": -1}, "top_k -1"),
         ({"end_reason": "crashed"}, "end_reason is 'crashed'"),
     ],
@@ -103,7 +97,6 @@ def test_what_tells_episodes_apart_is_what_is_said_not_what_could_be() -> None:
     ("changes", "problem"),
     [
         ({"steps_taken": 8}, "8 steps were taken in 2 decisions of 8"),
-        ({"steps_taken": 17}, "17 steps were taken in 2 decisions of 8"),
         ({"steps_taken": -2}, "-2 steps were taken"),
         ({"steps_taken": -1}, "belongs to episodes that say how many steps"),
         ({"steps_taken": 11}, "rewards behind the step"),
@@ -111,9 +104,7 @@ def test_what_tells_episodes_apart_is_what_is_said_not_what_could_be() -> None:
         ({"final_state": None}, "states and final_state belong together"),
         ({"more_frames": None}, "more_frames and final_more_frames belong together"),
         ({"more_frames": np.zeros((2, 2, 4, 4, 3), np.uint8)}, "final_more_frames has shape [1, 4, 4, 3]"),
-        ({"more_frames": np.zeros((2, 1, 5, 4, 3), np.uint8)}, "expected H = 4"),
         ({"states": np.full((2, 3), np.nan, np.float32)}, "states holds a number that is not finite"),
-        ({"states": np.zeros((2, 3), np.float64)}, "states is float64, expected float32"),
         ({"final_state": np.full(3, np.inf, np.float32)}, "final_state holds a number that is not finite"),
         ({"sample": {"states": np.zeros((2, 3), np.float32)}}, "cannot be the name of a sample's array"),
     ],

@@ -162,20 +162,6 @@ def test_layers_that_keep_what_they_need_take_their_share_of_the_memory(recipe: 
     assert second - every == pytest.approx(vision + 347 * 32 * (6 * 4096 + 3 * 11008), rel=1e-6)
 
 
-def test_an_actor_has_8_bit_weights_in_half_of_their_memory(recipe: TrainConfig, adapters: Sizes) -> None:
-    rounded = replace(recipe, imagination=replace(recipe.imagination, precision="float8"))
-    placement = placement_of(replace(recipe, placement="learner=0,actor=1"))
-    of_rounded = sizes_of(rounded)
-    learner, actor = (
-        rank_needs(recipe, adapters, placement, rank) - rank_needs(rounded, of_rounded, placement, rank)
-        for rank in (0, 1)
-    )
-    # 30 blocks of eight squares of the width and an MLP: a byte less each, a float32 scale a channel more.
-    width, inner = 3072, 14336
-    assert actor == 30 * (8 * width**2 + 2 * width * inner - 4 * (9 * width + inner))
-    assert learner == 0
-
-
 def test_copies_of_frozen_layers_lie_whole_on_every_learner(recipe: TrainConfig, adapters: Sizes) -> None:
     learner = replace(recipe.learner, precision="bf16", frozen_precision="float8")
     rounded = replace(recipe, learner=learner)
