@@ -73,8 +73,8 @@ BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
         },
         "transport": {
             "shared_memory": f"{_TRANSPORTS}.shared_memory:SharedMemoryTransport",
-            "nccl": f"{_TRANSPORTS}.nccl:NcclTransport",
-            "cuda_ipc": f"{_TRANSPORTS}.cuda_ipc:CudaIpcTransport",
+            "nccl": f"{_TRANSPORTS}.gpu:NcclTransport",
+            "cuda_ipc": f"{_TRANSPORTS}.gpu:CudaIpcTransport",
         },
     }
 )

@@ -14,7 +14,8 @@ from concurrent import futures
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, Final, Protocol, Self, TypeVar
+from functools import partial
+from typing import Final, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -250,7 +251,7 @@ class TransportSession:
         wait: Callable[[float], object] | None = None,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
-        self._how: dict[str, Any] = {"seconds": seconds, "given_up": given_up, "wait": wait, "wake": wake}
+        self._run = partial(run_bounded, seconds=seconds, given_up=given_up, wait=wait, wake=wake)
         self._link: Link | None = None
 
     @property
@@ -260,13 +261,13 @@ class TransportSession:
 
     def form(self, what: str, make: Callable[[], Link]) -> None:
         """Make the link; all members do at the same time."""
-        self._link = run_bounded(make, what=what, **self._how)
+        self._link = self._run(make, what=what)
 
     def use(self, what: str, action: Callable[[Link], None]) -> None:
         """Broadcast over the link."""
         link = self._link
         assert link is not None
-        run_bounded(lambda: action(link), what=what, progress=lambda: getattr(link, "moved", 0), **self._how)
+        self._run(lambda: action(link), what=what, progress=lambda: getattr(link, "moved", 0))
 
     def drop(self) -> None:
         """Abort and free the link, without blocking for long or failing."""

@@ -74,26 +74,12 @@ class Manifest:
     @staticmethod
     def from_json(text: str | bytes) -> Manifest:
         """Parse the text of `to_json`."""
-        try:
-            rows = json.loads(text)
-            entries = tuple(
-                Entry(name=str(n), dtype=str(d), shape=tuple(map(int, s)), offset=int(o))
-                for n, d, s, o in rows
-            )
-        except (ValueError, TypeError) as error:
-            raise WeightSyncError(
-                f"The learner's weight manifest cannot be read ({error}). "
-                "Run learner and actors from the same commit."
-            ) from None
-        return Manifest(entries=entries)
+        rows = [(n, d, tuple(s), o) for n, d, s, o in json.loads(text)]
+        return Manifest(entries=tuple(Entry(name=n, dtype=d, shape=s, offset=o) for n, d, s, o in rows))
 
 
 def build_manifest(tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype] | None = None) -> Manifest:
-    """Lay out tensors one after another, sorted by name, one buffer per dtype.
-
-    Args:
-        types: Their dtypes in the buffers, by name; None: their own.
-    """
+    """Lay out tensors sorted by name, one buffer per dtype of `types` (None: their own)."""
     if not tensors:
         raise WeightSyncError(
             "There are no weights to send: the policy has no trainable tensors. Unfreeze some, or add LoRA."
@@ -195,7 +181,6 @@ def weighted_sum(buffer: Tensor) -> Tensor:
 
 
 def _cached_sums(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum rows and columns of ``[R, FOLD]`` int64 by numpy, which is faster than torch on cached blocks."""
     array = table.numpy()  # Of numpy, whose sums of cached blocks take less than torch's.
     of_rows, of_columns = np.empty(len(array), np.int64), np.zeros(FOLD, np.int64)
     for start in range(0, len(array), CACHED_ROWS):

@@ -295,7 +295,7 @@ class BroadcastPublisher(Publisher):
             self.server.changed.notify_all()
 
     def _await_answers(self, version: int, seconds: float) -> list[Subscriber]:
-        """Wait for all members' answer about `version`, -1: the epoch; late ones are left behind."""
+        # About `version`; -1: the epoch. Late ones are left behind.
         until, expected = time.monotonic() + seconds, (self._epoch, version, "")
         while late := [member for member in self._members if member.answer != expected]:
             if reason := self._given_up():
@@ -309,7 +309,7 @@ class BroadcastPublisher(Publisher):
         return late
 
     def _given_up(self) -> str:
-        """Return why the current epoch has no future; empty while it has one."""
+        # Why the current epoch has no future; empty while it has one.
         if self._closing:
             return "the publisher is closing"
         there = self.server.members()
@@ -322,7 +322,6 @@ class BroadcastPublisher(Publisher):
 
 
 def _serve_stores(address: str) -> tuple[TCPStore, str]:
-    """Open a TCPStore for the links of all epochs, and return its address."""
     import socket
 
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]

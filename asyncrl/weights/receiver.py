@@ -118,7 +118,7 @@ class WeightReceiver(BufferedReceiver):
         except Exception as error:  # the thread's boundary: the actor's next swap raises it
             failure = error
         try:
-            self._report("leave", reason=str(failure or "")[:MAX_REASON])
+            self._send("leave", reason=str(failure or "")[:MAX_REASON])
         finally:
             self._finish(failure)
             self._session.drop()
@@ -163,13 +163,8 @@ class WeightReceiver(BufferedReceiver):
             return False
         return True
 
-    def _report(self, kind: str, **fields: Any) -> None:
-        # Also if requests for pieces fill the queue now.
-        self._socket.poll(LINGER_MS, zmq.POLLOUT)
-        self._send(kind, **fields)
-
     def _answer(self, version: int, problem: str = "") -> None:
-        self._report("answer", epoch=self._epoch, version=version, problem=problem)
+        self._send("answer", epoch=self._epoch, version=version, problem=problem)
 
     def _listen(self, seconds: float) -> None:
         """Put new messages into the inbox; raises if none will follow."""

@@ -39,7 +39,6 @@ LEFT_BEHIND: Final = "was left behind: it did not answer"
 _TAKEN: Final = ("newest", "bytes", "answer", "leave")
 _CHECK_SECONDS: Final = 0.02
 _AT_ONCE: Final = 64
-_LOGGED: Final = 100
 _log = logging.getLogger(__name__)
 
 
@@ -112,7 +111,6 @@ class WeightServer:
         self.closing = False
         self._events: deque[str] = deque(maxlen=1000)
         self._replaced: set[bytes] = set()
-        self._errors = 0
         self._checked_at = 0.0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._opened = ExitStack()
@@ -213,8 +211,7 @@ class WeightServer:
             if message.kind not in _TAKEN:
                 raise WireError(f"the learner does not take {message.kind!r}.")
         except WireError as error:
-            self._count_error(str(error))
-            self.send(peer, "refused", reason=str(error)[:1000])
+            self._refuse(peer, str(error), str(error))
             return
         if subscriber is not None:
             subscriber.heard = time.monotonic()
@@ -234,19 +231,18 @@ class WeightServer:
                 self.failed[subscriber.name] = message["reason"]
             self._forget(subscriber, "left")
 
-    def _count_error(self, why: str) -> None:
+    def _refuse(self, peer: bytes, reason: str, why: str) -> None:
         waits.count(waits.WRONG_ENTRIES)
-        self._errors += 1
-        if self._errors <= _LOGGED:
-            _log.warning("refused a message about weights: %s", why)
+        _log.warning("refused a message about weights: %s", why)
+        self.send(peer, "refused", reason=reason[:1000])
 
     def _on_newest(self, peer: bytes, message: WeightMessage) -> None:
         name, identity = message["name"], self._settings.identity
         if not name.isprintable() or not 0 < len(name) <= MOST_LETTERS:
             self.send(peer, "refused", reason=f"a name has 1 to {MOST_LETTERS} letters that can be printed.")
         elif not identity.knows(message["secret"]):
-            self._count_error(f"{name!r} belongs to another run than this learner, or to none.")
-            self.send(peer, "refused", reason="this is the learner of another run.")
+            why = f"{name!r} belongs to another run than this learner, or to none."
+            self._refuse(peer, "this is the learner of another run.", why)
         elif message["attempt"] < identity.attempt:
             self.send(peer, "ended", attempt=identity.attempt)
         elif peer in self._replaced:

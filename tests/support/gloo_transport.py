@@ -13,7 +13,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.weights.interface import BufferPair, Link
 from asyncrl.weights.packing import Buffers
-from asyncrl.weights.transports.nccl import broadcast_options, pieces_of
+from asyncrl.weights.transports.gpu import broadcast_options, pieces_of
 
 GLOO = "support.gloo_transport:GlooTransport"
 

@@ -43,6 +43,15 @@ def masters() -> dict[str, Tensor]:
     return found
 
 
+def events(publisher: BroadcastPublisher, count: int) -> list[str]:
+    """Wait for so many lines about receivers from elsewhere."""
+    lines, until = list[str](), time.monotonic() + PATIENCE
+    while len(lines) < count and time.monotonic() < until:
+        lines += publisher.server.pop_events()
+        time.sleep(0.02)
+    return lines
+
+
 def wait_for_all(publisher: BroadcastPublisher, version: int, actors: int, timeout: float = PATIENCE) -> None:
     """Wait until so many actors hold a version or a newer one."""
     until = time.monotonic() + timeout
@@ -70,15 +79,22 @@ class Actor:
 
     def join(
         self,
-        publisher: BroadcastPublisher,
+        endpoint: str,
         name: str,
         transport: str = "shared_memory",
         device: str = "cpu",
         deadline: float = 1.0,
+        tensors: bool = True,
     ) -> None:
-        assert self.ask((transport, publisher.endpoint, name, device, deadline)) == "joined"
+        """Join a channel, as an actor or, without tensors, as a relay of another host."""
+        assert self.ask((transport, endpoint, name, device, deadline, tensors)) == "joined"
+
+    def has(self, version: int) -> bool:
+        """Wait until it has that version, and compare every bit."""
+        return self.ask(version) == (version, raw(policy(version)))
 
     def signal(self, number: int) -> None:
+        assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
     def end(self) -> None:
@@ -109,15 +125,27 @@ def actor(pipe: Connection) -> None:
     receiver, tensors = None, {}
     while (order := pipe.recv()) is not None:
         if isinstance(order, tuple):
-            transport, endpoint, name, device, deadline = order
-            tensors = policy(0, device=device)
-            receiver = WeightReceiver(transport, endpoint, name, tensors, device=device, deadline=deadline)
+            transport, endpoint, name, device, deadline, swaps = order
+            tensors = policy(0, device=device) if swaps else {}
+            receiver = WeightReceiver(transport, endpoint, name, tensors or None, device, deadline)
             pipe.send("joined")
         elif order == "leave":
             receiver.close()
             pipe.send("left")
-        else:
+        elif tensors:
             pipe.send((swap_until(receiver, tensors, order), raw(tensors)))
+        else:
+            pipe.send(handed_on(receiver, order))
+
+
+def handed_on(receiver: WeightReceiver, version: int) -> tuple[int, dict[str, bytes]]:
+    """Wait until a receiver without tensors hands on `version`; return the last that it handed on."""
+    held: list[tuple[int, dict[str, bytes]]] = [(-1, {})]
+    until = time.monotonic() + PATIENCE
+    while held[-1][0] < version and time.monotonic() < until:
+        receiver.wait_newer(held[-1][0], 0.1)
+        receiver.hand_on(held[-1][0], lambda tensors, number: held.append((number, raw(dict(tensors)))))
+    return held[-1]
 
 
 def timed_publish(publisher: BroadcastPublisher, version: int, device: str = "cpu") -> float:

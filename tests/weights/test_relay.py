@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 
 import pytest
 import torch
@@ -19,52 +17,18 @@ from asyncrl.weights.publisher import BroadcastPublisher
 from asyncrl.weights.receiver import Relay, WeightReceiver
 from asyncrl.weights.server import ServerSettings
 from support.gloo_transport import GLOO
-from support.processes import FORKS
-from support.weights import PATIENCE, channel_folder, policy, raw, source, swap_until, wait_for_all
+from support.weights import PATIENCE, Actor, channel_folder, policy, raw, source, swap_until, wait_for_all
 
 HERE = "127.0.0.1"
 DEADLINE = 3.0
 SILENCE = 1.5
 
 
-def host(pipe: Connection, endpoint: str, name: str, transport: str, device: str) -> None:
-    """Another host's process: takes part, and answers an order (a version) with version and bytes it has."""
-    torch.set_num_threads(1)
-    receiver = WeightReceiver(transport, endpoint, name, None, device, DEADLINE)
-    held: list[tuple[int, dict[str, bytes]]] = [(-1, {})]
-    while (order := pipe.recv()) is not None:
-        until = time.monotonic() + PATIENCE
-        while held[0][0] < order and time.monotonic() < until:
-            receiver.wait_newer(held[0][0], 0.1)
-            receiver.hand_on(
-                held[0][0], lambda tensors, version: held.insert(0, (version, raw(dict(tensors))))
-            )
-        pipe.send(held[0])
-    receiver.close()
-
-
-class Host:
-    """The test's handle of another host's process."""
-
-    def __init__(self, endpoint: str, name: str, transport: str = GLOO, device: str = "cpu") -> None:
-        self.pipe, theirs = FORKS.Pipe()
-        arguments = (theirs, endpoint, name, transport, device)
-        self.process = FORKS.Process(target=host, args=arguments, daemon=True)
-        self.process.start()
-
-    def has(self, version: int) -> tuple[int, dict[str, bytes]]:
-        self.pipe.send(version)
-        assert self.pipe.poll(2 * PATIENCE)
-        return self.pipe.recv()
-
-    def signal(self, number: int) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.join(10)
-        self.pipe.close()
+def host(endpoint: str, name: str, transport: str = GLOO, device: str = "cpu") -> Actor:
+    """Another host's process, which takes part."""
+    process = Actor()
+    process.join(endpoint, name, transport, device, DEADLINE, tensors=False)
+    return process
 
 
 @contextlib.contextmanager
@@ -80,9 +44,9 @@ def opened(transport: str = GLOO, device: str = "cpu") -> Iterator[BroadcastPubl
 
 
 @pytest.fixture
-def hosts() -> Iterator[list[Host]]:
+def hosts() -> Iterator[list[Actor]]:
     """Hosts that a test started; they are ended."""
-    started: list[Host] = []
+    started: list[Actor] = []
     yield started
     for one in started:
         one.end()
@@ -96,43 +60,38 @@ def until(publisher: BroadcastPublisher, names: set[str], version: int) -> None:
         time.sleep(0.01)
 
 
-def check(found: tuple[int, dict[str, bytes]], version: int) -> None:
-    assert found[0] == version
-    assert found[1] == raw(policy(version))
-
-
 @pytest.mark.multiprocess
 @pytest.mark.timeout(120)
 def test_every_host_gets_every_bit_and_one_that_is_killed_halted_or_comes_back_holds_nobody_up(
-    hosts: list[Host],
+    hosts: list[Actor],
 ) -> None:
     with opened() as publisher:
         publisher.publish(source(0), 0)
         near = WeightReceiver(GLOO, publisher.endpoint, "actor-0", policy(0), deadline=DEADLINE)
-        hosts += [Host(publisher.pull_endpoint, f"node-{number}") for number in (2, 3)]
+        hosts += [host(publisher.pull_endpoint, f"node-{number}") for number in (2, 3)]
         for one in hosts:
-            check(one.has(0), 0)
+            assert one.has(0)
         wait_for_all(publisher, 0, 3)
         hosts[0].signal(signal.SIGSTOP)  # As one whose network is cut: its connections stay, nothing comes.
         begun = time.monotonic()
         publisher.publish(source(1), 1)
         assert time.monotonic() - begun < 0.5, "the learner waits for nobody"
-        check(hosts[1].has(1), 1)
+        assert hosts[1].has(1)
         assert swap_until(near, policy(0), 1) == 1
         assert time.monotonic() - begun < DEADLINE + SILENCE + 2.0
         until(publisher, {"actor-0", "node-3"}, 1)
         assert any("node-2 was left behind" in line for line in publisher.server.pop_events())
         hosts[0].signal(signal.SIGCONT)
-        check(hosts[0].has(1), 1)
+        assert hosts[0].has(1)
         until(publisher, {"actor-0", "node-2", "node-3"}, 1)
         hosts[1].end()
         publisher.publish(source(2), 2)
-        check(hosts[0].has(2), 2)
-        hosts[1] = Host(publisher.pull_endpoint, "node-3")
-        check(hosts[1].has(2), 2)
+        assert hosts[0].has(2)
+        hosts[1] = host(publisher.pull_endpoint, "node-3")
+        assert hosts[1].has(2)
         publisher.publish(source(3), 3)
         for one in hosts:
-            check(one.has(3), 3)
+            assert one.has(3)
         until(publisher, {"actor-0", "node-2", "node-3"}, 3)
         assert publisher.status()[m.WEIGHTS_HOSTS] == 2
         assert publisher.status()[m.WEIGHTS_MEMBERS] == 3
@@ -173,17 +132,17 @@ def test_an_address_that_is_not_this_hosts_is_named() -> None:
 @pytest.mark.multiprocess
 @pytest.mark.timeout(300)
 def test_nccl_carries_every_bit_between_hosts_and_goes_on_without_one_that_is_killed(
-    hosts: list[Host],
+    hosts: list[Actor],
 ) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("NCCL takes one process per GPU, and there is one GPU.")
     with opened("nccl", "cuda:0") as publisher:
         publisher.publish(source(0, device="cuda:0"), 0)
-        hosts.append(Host(publisher.pull_endpoint, "node-2", "nccl", "cuda:1"))
-        check(hosts[0].has(0), 0)
+        hosts.append(host(publisher.pull_endpoint, "node-2", "nccl", "cuda:1"))
+        assert hosts[0].has(0)
         hosts[0].end()
         publisher.publish(source(1, device="cuda:0"), 1)
-        hosts[0] = Host(publisher.pull_endpoint, "node-2", "nccl", "cuda:1")
-        check(hosts[0].has(1), 1)
+        hosts[0] = host(publisher.pull_endpoint, "node-2", "nccl", "cuda:1")
+        assert hosts[0].has(1)
         publisher.publish(source(2, device="cuda:0"), 2)
-        check(hosts[0].has(2), 2)
+        assert hosts[0].has(2)

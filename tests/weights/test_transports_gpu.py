@@ -16,7 +16,7 @@ from asyncrl.weights import packing
 from asyncrl.weights.buffers import BufferedReceiver
 from asyncrl.weights.publisher import BroadcastPublisher
 from support.ranks import run_ranks
-from support.weights import PATIENCE, TYPES, Actor, channel_folder, policy, raw, timed_publish, wait_for_all
+from support.weights import PATIENCE, TYPES, Actor, channel_folder, raw, timed_publish, wait_for_all
 from support.weights import masters as gathering_masters
 
 pytestmark = pytest.mark.gpu
@@ -77,17 +77,17 @@ def test_a_killed_actor_on_the_learners_gpu_does_not_stop_those_on_others(folder
         pytest.skip(f"needs 2 GPUs, found {GPUS}")
     channel = BroadcastPublisher("cuda_ipc", folder, device="cuda:0", deadline=DEADLINE)
     near, far = Actor(), Actor()
-    near.join(channel, "near", "cuda_ipc", "cuda:0", DEADLINE)
-    far.join(channel, "far", "cuda_ipc", "cuda:1", DEADLINE)
+    near.join(channel.endpoint, "near", "cuda_ipc", "cuda:0", DEADLINE)
+    far.join(channel.endpoint, "far", "cuda_ipc", "cuda:1", DEADLINE)
     timed_publish(channel, 0, "cuda:0")
     wait_for_all(channel, 0, 2, 2 * PATIENCE)
     near.signal(signal.SIGKILL)
     timed_publish(channel, 1, "cuda:0")
-    assert far.ask(1) == (1, raw(policy(1)))
+    assert far.has(1)
     near.end()
     near = Actor()
-    near.join(channel, "near", "cuda_ipc", "cuda:0", DEADLINE)
-    assert near.ask(1) == (1, raw(policy(1)))
+    near.join(channel.endpoint, "near", "cuda_ipc", "cuda:0", DEADLINE)
+    assert near.has(1)
     for each in (near, far):
         assert each.ask("leave") == "left"
         each.end()
@@ -102,9 +102,9 @@ def test_a_link_over_nccl_ends_at_once_however_long_a_broadcast_may_take(folder:
     channel = BroadcastPublisher("nccl", folder, device="cuda:0", deadline=patient)
     for version in range(2):
         actor = Actor()
-        actor.join(channel, "far", "nccl", "cuda:1", patient)
+        actor.join(channel.endpoint, "far", "nccl", "cuda:1", patient)
         timed_publish(channel, version, "cuda:0")
-        assert actor.ask(version) == (version, raw(policy(version)))
+        assert actor.has(version)
         time.sleep(3.0)  # NCCL's monitor looks every second.
         if version == 0:
             actor.signal(signal.SIGKILL)
@@ -194,7 +194,7 @@ def test_rows_on_two_gpus_come_together_bit_for_bit(bucket: int) -> None:
 
 def join_all(actors: list[Actor], publisher: BroadcastPublisher, transport: str, devices: list[str]) -> None:
     for i, (each, device) in enumerate(zip(actors, devices, strict=True)):
-        each.join(publisher, f"actor-{i}", transport, device, DEADLINE)
+        each.join(publisher.endpoint, f"actor-{i}", transport, device, DEADLINE)
     timed_publish(publisher, 0, "cuda:0")
     wait_for_all(publisher, 0, len(actors), 2 * PATIENCE)
 
@@ -206,7 +206,7 @@ def test_versions_arrive_bit_exact_on_every_gpu(
     for version in range(1, 20):
         assert timed_publish(publisher, version, "cuda:0") < 0.5
     for each in actors:
-        assert each.ask(19) == (19, raw(policy(19)))
+        assert each.has(19)
     assert publisher.status()[m.WEIGHTS_MEMBERS] == len(actors)
     for each in actors:
         assert each.ask("leave") == "left"
@@ -223,11 +223,11 @@ def test_a_killed_gpu_actor_stops_nobody_and_its_successor_joins(
             actors[-1].signal(signal.SIGKILL)
     assert slowest < 0.5
     for survivor in actors[:-1]:
-        assert survivor.ask(59) == (59, raw(policy(59)))
+        assert survivor.has(59)
     actors[-1].end()
     actors[-1] = Actor()
-    actors[-1].join(publisher, f"actor-{len(actors) - 1}", transport, devices[-1], DEADLINE)
-    assert actors[-1].ask(59) == (59, raw(policy(59)))
+    actors[-1].join(publisher.endpoint, f"actor-{len(actors) - 1}", transport, devices[-1], DEADLINE)
+    assert actors[-1].has(59)
     for each in actors:
         assert each.ask("leave") == "left"
 
@@ -243,11 +243,11 @@ def test_a_stopped_gpu_actor_is_left_behind_and_comes_back(
             newest += 1
             assert timed_publish(publisher, newest, "cuda:0") < 0.5
         for survivor in actors[:-1]:
-            assert survivor.ask(newest) == (newest, raw(policy(newest)))
+            assert survivor.has(newest)
     finally:
         actors[-1].signal(signal.SIGCONT)
     for each in actors:
-        assert each.ask(newest) == (newest, raw(policy(newest)))
+        assert each.has(newest)
     wait_for_all(publisher, newest, len(actors))
     for each in actors:
         assert each.ask("leave") == "left"

@@ -24,7 +24,7 @@ from asyncrl.weights.publisher import BroadcastPublisher
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.server import ServerSettings
 from support.sockets import connect_dealer
-from support.weights import PATIENCE, channel_folder, policy, raw, source, swap_until
+from support.weights import PATIENCE, channel_folder, events, policy, raw, source, swap_until
 
 SMALL = policy(0, elements=10)
 MEMBER: dict[str, Any] = {
@@ -254,10 +254,7 @@ def test_a_member_of_another_host_that_falls_silent_is_left_behind(folder: Path)
     silent = Stranger(publisher.endpoint, b"silent")
     silent.tell(encode("newest", **MEMBER))
     silent.hears("group")
-    lines, until = list[str](), time.monotonic() + PATIENCE
-    while len(lines) < 2 and time.monotonic() < until:
-        lines += publisher.server.pop_events()
-        time.sleep(0.02)
+    lines = events(publisher, 2)
     assert lines[0] == "stranger joined (1 other host now)"
     assert lines[1].startswith("stranger was left behind: it did not answer (0")
     receiver = WeightReceiver("shared_memory", publisher.endpoint, "actor-0", SMALL)

@@ -6,30 +6,25 @@ import struct
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import zmq
-from torch.distributed import Store
+from torch.distributed import HashStore
 
 from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.observability import metrics_system as m
 from asyncrl.weights import packing
 from asyncrl.weights import publisher as publishing
-from asyncrl.weights.interface import (
-    BufferPair,
-    ChannelClosed,
-    Link,
-    TransportSession,
-    open_store,
-    run_bounded,
-)
+from asyncrl.weights.interface import ChannelClosed, Link, TransportSession, run_bounded
 from asyncrl.weights.publisher import BroadcastPublisher
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.server import WakeableSocket
-from asyncrl.weights.transports.cuda_ipc import CudaIpcTransport, divide, import_handle
+from asyncrl.weights.transports.gpu import CudaIpcTransport, divide, export_handle, import_handle
 from asyncrl.weights.transports.in_process import build_in_process
-from support.gloo_transport import GLOO, GlooTransport
+from support.gloo_transport import GLOO
 from support.weights import (
     PATIENCE,
     Actor,
@@ -74,7 +69,16 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def publisher(folder: Path, transport: str):
+def publisher(folder: Path):
+    """A channel of shared memory."""
+    channel = BroadcastPublisher("shared_memory", folder, deadline=1.0)
+    yield channel
+    channel.close()
+
+
+@pytest.fixture
+def carried(folder: Path, transport: str):
+    """A channel of either carrier."""
     channel = BroadcastPublisher(transport, folder, deadline=1.0)
     yield channel
     channel.close()
@@ -96,18 +100,6 @@ def test_packing_puts_every_tensor_at_a_multiple_of_16_bytes() -> None:
     assert buffers[0].numpy().tobytes() == struct.pack("<8f", 4, 0, 0, 0, 1, 2, 3, 0)
     assert buffers[1].numpy().tobytes() == struct.pack("<2q", 1, 2)
     assert packing.total_bytes(buffers) == 48
-
-
-def test_unpacking_gives_back_what_was_packed_even_into_views() -> None:
-    source = policy(3, elements=12)
-    target = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
-    target["body"] = torch.zeros(3, 8)[:, ::2].t().t().reshape(-1)[:12]
-    manifest = packing.build_manifest(source)
-    buffers = packing.allocate(manifest, torch.device("cpu"))
-    views = packing.views_in(manifest, buffers)
-    packing.fill(views, source)
-    packing.fill(target, views)
-    assert raw(target) == raw(source)
 
 
 def test_a_manifest_survives_json_and_does_not_depend_on_the_order_of_the_tensors() -> None:
@@ -161,7 +153,9 @@ def test_copies_are_cast_whatever_their_size_and_layout() -> None:
         assert torch.equal(target, tensor.to(torch.bfloat16))
 
 
-def test_a_mismatch_names_the_first_tensor_and_both_shapes() -> None:
+def test_a_mismatch_names_the_first_tensor_and_both_shapes_and_nothing_to_send_is_refused() -> None:
+    with pytest.raises(WeightSyncError, match="no trainable tensors"):
+        packing.build_manifest({})
     learner = packing.build_manifest({"a": torch.zeros(2), "lora": torch.zeros(4, 8), "z": torch.zeros(1)})
     actor = packing.build_manifest({"a": torch.zeros(2), "lora": torch.zeros(4, 16)})
     with pytest.raises(
@@ -172,11 +166,6 @@ def test_a_mismatch_names_the_first_tensor_and_both_shapes() -> None:
         packing.require_same(
             learner, packing.build_manifest({"a": torch.zeros(2), "lora": torch.zeros(4, 8)}), "actor-1"
         )
-
-
-def test_nothing_to_send_is_refused() -> None:
-    with pytest.raises(WeightSyncError, match="no trainable tensors"):
-        packing.build_manifest({})
 
 
 # --- inline ---
@@ -217,64 +206,45 @@ def test_a_socket_that_waits_is_woken_and_a_wake_up_before_is_not_lost() -> None
     context.destroy(linger=0)
 
 
-class Fleet:
-    """Members of one epoch over gloo links, each on a pretended GPU, within this process."""
+class Carrier:
+    """Notes the links that are asked for: rank and size."""
 
-    def __init__(self, folder: Path, devices: list[str]) -> None:
-        self.store, self.devices = f"file://{folder}", devices
-        self.buffers = [[torch.full((4,), float(rank))] for rank in range(len(devices))]
-        self.made: list[tuple[str, int]] = []
+    device = torch.device("cpu")
 
-    def transport(self, rank: int) -> CudaIpcTransport:
-        near, far = GlooTransport(2.0), GlooTransport(2.0)
-        for name, transport in (("near", near), ("far", far)):
-            self._note(name, transport)
-        return CudaIpcTransport(near, far, self.devices[rank])
+    def __init__(self) -> None:
+        self.links: set[tuple[int, int]] = set()
 
-    def _note(self, name: str, transport: GlooTransport) -> None:
-        connect_root = transport.connect_root
+    def connect_root(self, store: object, size: int, buffers: object) -> Link:
+        return self.connect_member(store, 0, size)
 
-        def noted(store: Store, size: int, buffer_pair: BufferPair) -> Link:
-            self.made.append((name, size))
-            return connect_root(store, size, buffer_pair)
-
-        transport.connect_root = noted  # type: ignore[method-assign]
-
-    def member(self, rank: int) -> None:
-        store = open_store(self.store, PATIENCE)
-        if rank:
-            link = self.transport(rank).connect_member(store, rank, len(self.devices))
-            link.receive(0, self.buffers[rank])
-        else:
-            buffer_pair = (self.buffers[0], self.buffers[0])
-            link = self.transport(rank).connect_root(store, len(self.devices), buffer_pair)
-            link.send(0)
-        link.abort()
-
-    def run(self) -> None:
-        threads = [threading.Thread(target=self.member, args=[rank]) for rank in range(len(self.devices))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE)
-            assert not thread.is_alive()
+    def connect_member(self, store: object, rank: int, size: int) -> Link:
+        self.links.add((rank, size))
+        return Link()
 
 
 @pytest.mark.parametrize(
-    ("devices", "links"),
+    ("devices", "near", "far"),
     [
-        (["gpu-a", "gpu-b", "gpu-a", "gpu-c"], [("far", 3), ("near", 2)]),
-        (["gpu-a", "gpu-a"], [("near", 2)]),
-        (["gpu-a", "gpu-b", "gpu-c"], [("far", 3)]),
+        ("abac", {(0, 2), (1, 2)}, {(0, 3), (1, 3), (2, 3)}),
+        ("aa", {(0, 2), (1, 2)}, set()),
+        ("abc", set(), {(0, 3), (1, 3), (2, 3)}),
     ],
 )
 def test_each_member_gets_its_weights_by_the_way_that_its_place_allows(
-    folder: Path, devices: list[str], links: list[tuple[str, int]]
+    devices: str, near: set[tuple[int, int]], far: set[tuple[int, int]]
 ) -> None:
-    fleet = Fleet(folder, devices)
-    fleet.run()
-    assert fleet.made == links
-    assert [float(buffers[0][0]) for buffers in fleet.buffers] == [0.0] * len(devices)
+    store, within, between = HashStore(), Carrier(), Carrier()
+    transports: list[Any] = [CudaIpcTransport(within, between, gpu) for gpu in devices]  # type: ignore[arg-type]
+    members = [
+        threading.Thread(target=transports[rank].connect_member, args=[store, rank, len(devices)])
+        for rank in range(1, len(devices))
+    ]
+    for member in members:
+        member.start()
+    transports[0].connect_root(store, len(devices), ([], []))
+    for member in members:
+        member.join(PATIENCE)
+    assert (within.links, between.links) == (near, far)
 
 
 def test_two_members_on_a_gpu_that_is_not_the_learners_are_refused() -> None:
@@ -315,29 +285,38 @@ def test_a_link_is_freed_on_the_thread_that_may_be_left_behind() -> None:
     assert not session.formed
 
 
-def test_a_truncated_ipc_handle_is_refused() -> None:
-    head = struct.pack("<QQQBHHH", 16, 0, 0, 0, 64, 10, 64)
-    with pytest.raises(WeightSyncError, match=r"has 32 bytes, expected 169"):
-        import_handle(head + b"x", torch.device("cuda", 0))
+def test_a_handle_of_a_gpu_buffer_arrives_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = (0, b"\x00handle", 64, 16, b"\xffcounter", 8, b"event", True)
+    taken: list[Any] = []
+
+    def map_storage(*arguments: object) -> torch.UntypedStorage:
+        taken.append(arguments)
+        return torch.UntypedStorage(64)
+
+    buffer: Any = SimpleNamespace(untyped_storage=lambda: SimpleNamespace(_share_cuda_=lambda: parts))
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", map_storage, raising=False)
+    mapped = import_handle(export_handle(buffer), torch.device("cpu", 0))
+    assert (mapped.shape, mapped.dtype, taken) == ((64,), torch.uint8, [parts])
 
 
 # --- receivers in this process ---
 
 
 def test_a_late_joiner_gets_the_newest_version_without_a_new_publish(
-    publisher: BroadcastPublisher, transport: str
+    carried: BroadcastPublisher, transport: str
 ) -> None:
-    publisher.publish(source(0, elements=10), 0)
-    publisher.publish(source(1, elements=10), 1)  # replaces 0: nobody was there to take it
-    late = WeightReceiver(transport, publisher.endpoint, "late", policy(0, elements=10))
+    carried.publish(source(0, elements=10), 0)
+    carried.publish(source(1, elements=10), 1)  # replaces 0: nobody was there to take it
+    late = WeightReceiver(transport, carried.endpoint, "late", policy(0, elements=10))
     assert late.wait_for_first(PATIENCE) == 1
-    later = WeightReceiver(transport, publisher.endpoint, "later", policy(0, elements=10))
+    later = WeightReceiver(transport, carried.endpoint, "later", policy(0, elements=10))
     assert later.wait_for_first(PATIENCE) == 1
     tensors = policy(0, elements=10)
     assert later.swap_into(tensors) == 1
     assert raw(tensors) == raw(policy(1, elements=10))
-    wait_for_all(publisher, 1, 2)
-    status = publisher.status()
+    wait_for_all(carried, 1, 2)
+    status = carried.status()
     assert status[m.WEIGHTS_VERSION] == 1
     assert status[m.WEIGHTS_MEMBERS] == 2
     assert (
@@ -348,11 +327,9 @@ def test_a_late_joiner_gets_the_newest_version_without_a_new_publish(
     late.close()
 
 
-def test_an_actor_of_another_shape_is_told_so_and_named_to_the_learner(
-    publisher: BroadcastPublisher, transport: str
-) -> None:
+def test_an_actor_of_another_shape_is_told_so_and_named_to_the_learner(publisher: BroadcastPublisher) -> None:
     publisher.publish(source(0, elements=10), 0)
-    receiver = WeightReceiver(transport, publisher.endpoint, "odd", policy(0, elements=12))
+    receiver = WeightReceiver("shared_memory", publisher.endpoint, "odd", policy(0, elements=12))
     shapes = r"'body' is float32 \[10\] on the learner but float32 \[12\] on odd"
     with pytest.raises(WeightSyncError, match=shapes):
         receiver.wait_for_first(PATIENCE)
@@ -364,9 +341,9 @@ def test_an_actor_of_another_shape_is_told_so_and_named_to_the_learner(
 
 
 def test_a_first_version_that_does_not_arrive_names_what_is_waited_for_and_who_is_there(
-    publisher: BroadcastPublisher, transport: str
+    publisher: BroadcastPublisher,
 ) -> None:
-    receiver = WeightReceiver(transport, publisher.endpoint, "actor-0", policy(0, elements=10))
+    receiver = WeightReceiver("shared_memory", publisher.endpoint, "actor-0", policy(0, elements=10))
     with pytest.raises(WeightSyncError, match=r"actor-0 waited .* 0\.1 s.*to publish its first version"):
         receiver.wait_for_first(0.1)
     publisher.publish(source(0, elements=10), 0)
@@ -378,9 +355,9 @@ def test_a_first_version_that_does_not_arrive_names_what_is_waited_for_and_who_i
 
 
 def test_an_actor_that_has_no_weights_yet_learns_at_once_that_the_learner_left(
-    publisher: BroadcastPublisher, transport: str
+    publisher: BroadcastPublisher,
 ) -> None:
-    receiver = WeightReceiver(transport, publisher.endpoint, "late", policy(0, elements=10))
+    receiver = WeightReceiver("shared_memory", publisher.endpoint, "late", policy(0, elements=10))
     ended: list[Exception] = []
 
     def wait() -> None:
@@ -400,11 +377,11 @@ def test_an_actor_that_has_no_weights_yet_learns_at_once_that_the_learner_left(
     receiver.close()
 
 
-def test_two_actors_of_one_name_are_told_apart(publisher: BroadcastPublisher, transport: str) -> None:
+def test_two_actors_of_one_name_are_told_apart(publisher: BroadcastPublisher) -> None:
     publisher.publish(source(0, elements=10), 0)
-    first = WeightReceiver(transport, publisher.endpoint, "twin", policy(0, elements=10))
+    first = WeightReceiver("shared_memory", publisher.endpoint, "twin", policy(0, elements=10))
     first.wait_for_first(PATIENCE)
-    second = WeightReceiver(transport, publisher.endpoint, "twin", policy(0, elements=10))
+    second = WeightReceiver("shared_memory", publisher.endpoint, "twin", policy(0, elements=10))
     second.wait_for_first(PATIENCE)
     publisher.publish(source(1, elements=10), 1)
     tensors = policy(0, elements=10)
@@ -460,22 +437,22 @@ def test_a_transport_that_needs_a_gpu_and_a_taken_socket_are_refused(
 
 
 def test_news_travels_at_once_and_an_idle_receiver_costs_next_to_nothing(
-    publisher: BroadcastPublisher, transport: str
+    carried: BroadcastPublisher, transport: str
 ) -> None:
     """Ten versions in a row, each waited for at both ends, then a pause; looks alone would take a second."""
-    publisher.publish(source(0, elements=10), 0)
-    receiver = WeightReceiver(transport, publisher.endpoint, "actor-0", policy(0, elements=10))
-    publisher.wait_for_first(0, PATIENCE)
+    carried.publish(source(0, elements=10), 0)
+    receiver = WeightReceiver(transport, carried.endpoint, "actor-0", policy(0, elements=10))
+    carried.wait_for_first(0, PATIENCE)
     took = []
     for version in range(1, 11):
         time.sleep(0.03)  # Both ends wait by now.
         began = time.monotonic()
-        publisher.publish(source(version, elements=10), version)
-        publisher.wait_for_first(version, PATIENCE)
+        carried.publish(source(version, elements=10), version)
+        carried.wait_for_first(version, PATIENCE)
         took.append(time.monotonic() - began)
     assert statistics.median(took) < publishing.IDLE_SECONDS / 4
-    assert publisher.sent.version == 10
-    stages = publisher.sent.stages.values()
+    assert carried.sent.version == 10
+    stages = carried.sent.stages.values()
     assert all(stage > 0 for stage in stages)
     assert sum(stages) <= took[-1]
     clock = time.pthread_getcpuclockid(receiver._thread.ident or 0)
@@ -488,98 +465,80 @@ def test_news_travels_at_once_and_an_idle_receiver_costs_next_to_nothing(
 # --- real actor processes ---
 
 
-def test_a_version_arrives_bit_exact_in_two_processes(
-    publisher: BroadcastPublisher, actors: list[Actor], transport: str
-) -> None:
-    for i, each in enumerate(actors):
-        each.join(publisher, f"actor-{i}", transport)
-    publisher.publish(source(10), 0)
-    wait_for_all(publisher, 0, 2)
-    for each in actors:
-        assert each.ask(0) == (0, raw(policy(10)))
-    for version in range(1, 20):
-        assert timed_publish(publisher, version) < 0.5
-    for each in actors:
-        assert each.ask(19) == (19, raw(policy(19)))
-    for each in actors:
-        assert each.ask("leave") == "left"
-
-
 def test_a_killed_actor_stops_nobody_and_its_successor_joins(
-    publisher: BroadcastPublisher, actors: list[Actor], transport: str
+    carried: BroadcastPublisher, actors: list[Actor], transport: str
 ) -> None:
     for i, each in enumerate(actors):
-        each.join(publisher, f"actor-{i}", transport)
-    publisher.publish(source(0), 0)
-    wait_for_all(publisher, 0, 2)
+        each.join(carried.endpoint, f"actor-{i}", transport)
+    carried.publish(source(0), 0)
+    wait_for_all(carried, 0, 2)
     slowest = 0.0
     for version in range(1, 60):
-        slowest = max(slowest, timed_publish(publisher, version))
+        slowest = max(slowest, timed_publish(carried, version))
         if version == 30:
             actors[1].signal(signal.SIGKILL)
     assert slowest < 0.5
-    assert actors[0].ask(59) == (59, raw(policy(59)))
-    publisher.wait_for_first(59, PATIENCE)
-    assert publisher.status()[m.WEIGHTS_MEMBERS] == 1
+    assert actors[0].has(59)
+    carried.wait_for_first(59, PATIENCE)
+    assert carried.status()[m.WEIGHTS_MEMBERS] == 1
 
     actors[1].end()
     actors[1] = Actor()
-    actors[1].join(publisher, "actor-1", transport)
-    assert actors[1].ask(59) == (59, raw(policy(59)))  # no new publish was needed
-    publisher.publish(source(60), 60)
+    actors[1].join(carried.endpoint, "actor-1", transport)
+    assert actors[1].has(59)  # no new publish was needed
+    carried.publish(source(60), 60)
     for each in actors:
-        assert each.ask(60) == (60, raw(policy(60)))
-    wait_for_all(publisher, 60, 2)
+        assert each.has(60)
+    wait_for_all(carried, 60, 2)
     for each in actors:
         assert each.ask("leave") == "left"
 
 
 def test_a_stopped_actor_is_left_behind_and_comes_back(
-    publisher: BroadcastPublisher, actors: list[Actor], transport: str
+    carried: BroadcastPublisher, actors: list[Actor], transport: str
 ) -> None:
     for i, each in enumerate(actors):
-        each.join(publisher, f"actor-{i}", transport)
-    publisher.publish(source(0), 0)
-    wait_for_all(publisher, 0, 2)
+        each.join(carried.endpoint, f"actor-{i}", transport)
+    carried.publish(source(0), 0)
+    wait_for_all(carried, 0, 2)
     actors[1].signal(signal.SIGSTOP)
     try:
         newest, until = 0, time.monotonic() + PATIENCE
-        while publisher.status()[m.WEIGHTS_MEMBERS] == 2 and time.monotonic() < until:
+        while carried.status()[m.WEIGHTS_MEMBERS] == 2 and time.monotonic() < until:
             newest += 1
-            assert timed_publish(publisher, newest) < 0.5
-        assert publisher.status()[m.WEIGHTS_MEMBERS] == 1
-        assert actors[0].ask(newest) == (newest, raw(policy(newest)))
+            assert timed_publish(carried, newest) < 0.5
+        assert carried.status()[m.WEIGHTS_MEMBERS] == 1
+        assert actors[0].has(newest)
     finally:
         actors[1].signal(signal.SIGCONT)
-    assert actors[1].ask(newest) == (newest, raw(policy(newest)))
-    wait_for_all(publisher, newest, 2)
-    publisher.publish(source(newest + 1), newest + 1)
+    assert actors[1].has(newest)
+    wait_for_all(carried, newest, 2)
+    carried.publish(source(newest + 1), newest + 1)
     for each in actors:
         assert each.ask(newest + 1) == (newest + 1, raw(policy(newest + 1)))
         assert each.ask("leave") == "left"
 
 
-def test_an_actor_keeps_its_weights_after_the_learner_closed(
-    publisher: BroadcastPublisher, transport: str
-) -> None:
-    receiver = WeightReceiver(transport, publisher.endpoint, "actor-0", policy(0, elements=10), deadline=0.1)
+def test_an_actor_keeps_its_weights_after_the_learner_closed(publisher: BroadcastPublisher) -> None:
+    receiver = WeightReceiver(
+        "shared_memory", publisher.endpoint, "actor-0", policy(0, elements=10), deadline=0.1
+    )
     publisher.publish(source(0, elements=10), 0)
     receiver.wait_for_first(PATIENCE)
     publisher.close()
     receiver._thread.join(PATIENCE)
     assert not receiver._thread.is_alive()  # it read the goodbye
-    tensors = policy(1, elements=10)
     assert receiver.swap_into(tensors) == 0
     assert raw(tensors) == raw(policy(0, elements=10))
 
 
-def test_a_closing_actor_is_not_waited_for(publisher: BroadcastPublisher, transport: str) -> None:
-    receivers = [WeightReceiver(transport, publisher.endpoint, name, policy(0)) for name in "ab"]
-    publisher.publish(source(0), 0)
-    wait_for_all(publisher, 0, 2)
+def test_a_closing_actor_is_not_waited_for(carried: BroadcastPublisher, transport: str) -> None:
+    receivers = [WeightReceiver(transport, carried.endpoint, name, policy(0)) for name in "ab"]
+    carried.publish(source(0), 0)
+    wait_for_all(carried, 0, 2)
     receivers[1].close()
-    publisher.publish(source(1), 1)
+    carried.publish(source(1), 1)
     assert swap_until(receivers[0], policy(0), 1) == 1
-    publisher.wait_for_first(1, PATIENCE)
-    assert publisher.status()[m.WEIGHTS_MEMBERS] == 1
+    carried.wait_for_first(1, PATIENCE)
+    assert carried.status()[m.WEIGHTS_MEMBERS] == 1
     receivers[0].close()

@@ -7,13 +7,13 @@ another checksum.
 from __future__ import annotations
 
 import fcntl
+import json
 import mmap
 import os
-import re
-import stat
 import weakref
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, Self
+from pathlib import Path
+from typing import Final, Self
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from asyncrl.errors import WeightSyncError
 from asyncrl.weights.interface import BufferPair, Link
 from asyncrl.weights.packing import Buffers, Manifest, as_bytes
 
-_PLACE: Final = re.compile(r"(/proc/\d+/fd/\d+) (\d+)")  # Path and bytes of a buffer's file
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -53,21 +52,17 @@ class SharedMemoryTransport:
         return nullcontext()
 
     def connect_root(self, store: Store, size: int, buffers: BufferPair) -> Link:
-        """Write the files of both buffer sets into the store."""
-        for index, half in enumerate(buffers):
-            for i, buffer in enumerate(half):
-                store.set(f"shared/{index}/{i}", self._places[buffer.data_ptr()])
-        store.set("shared/buffers", str(len(buffers[0])))
-        return _SharedMemoryLink([], 0)
+        """Write path and bytes of the files of both buffer sets into the store."""
+        places = [self._places[buffer.data_ptr()] for half in buffers for buffer in half]
+        store.set("files", json.dumps(places))
+        return _SharedMemoryLink([])
 
     def connect_member(self, store: Store, rank: int, size: int) -> Link:
         """Map both buffer sets of the learner."""
-        count = int(store.get("shared/buffers"))
-        keys = [f"shared/{index}/{i}" for index in (0, 1) for i in range(count)]
-        places = [store.get(key).decode(errors="replace") for key in keys]
+        places: list[str] = json.loads(store.get("files"))
         if self._mapped[0] != places:
             self._mapped = places, [_map(place) for place in places]
-        return _SharedMemoryLink(self._mapped[1], count)
+        return _SharedMemoryLink(self._mapped[1])
 
     def _buffer(self, elements: int, dtype: torch.dtype) -> Tensor:
         size = elements * dtype.itemsize
@@ -89,8 +84,8 @@ class SharedMemoryTransport:
 
 
 class _SharedMemoryLink(Link):
-    def __init__(self, mapped: list[NDArray[np.uint8]], count: int) -> None:
-        self._sets = mapped[:count], mapped[count:]
+    def __init__(self, mapped: list[NDArray[np.uint8]]) -> None:
+        self._sets = mapped[: len(mapped) // 2], mapped[len(mapped) // 2 :]
 
     def receive(self, buffer_index: int, into: Buffers) -> None:
         for target, source in zip(into, self._sets[buffer_index], strict=True):
@@ -98,25 +93,11 @@ class _SharedMemoryLink(Link):
 
 
 def _map(place: str) -> NDArray[np.uint8]:
-    """Map the file of a buffer of another process, read-only: ``[bytes]``."""
-    if (match := _PLACE.fullmatch(place)) is None:
-        raise WeightSyncError(
-            f"The learner says that its weights are at {place[:100]!r}, which is no shared memory. Run "
-            "learner and actor from the same commit."
-        )
-    path, size = match[1], int(match[2])
+    # The file of a buffer of another process, read-only: ``[bytes]``.
+    path, size = place.split()
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            about: Any = os.fstat(file)
-            if not stat.S_ISREG(about.st_mode) or about.st_size != size:
-                raise WeightSyncError(
-                    f"The learner's weights at {path} have {about.st_size} bytes, expected {size}. Run "
-                    "learner and actor from the same commit."
-                )
-            return np.frombuffer(mmap.mmap(file, size, prot=mmap.PROT_READ), np.uint8)
-        finally:
-            os.close(file)
+        with Path(path).open("rb") as file:
+            return np.frombuffer(mmap.mmap(file.fileno(), int(size), prot=mmap.PROT_READ), np.uint8)
     except OSError as error:
         raise WeightSyncError(
             f"The learner's weights at {path} cannot be read ({error.strerror}). Learner and actor must be "
