@@ -520,9 +520,8 @@ def test_a_stopped_actor_is_left_behind_and_comes_back(
 
 
 def test_an_actor_keeps_its_weights_after_the_learner_closed(publisher: BroadcastPublisher) -> None:
-    receiver = WeightReceiver(
-        "shared_memory", publisher.endpoint, "actor-0", policy(0, elements=10), deadline=0.1
-    )
+    tensors = policy(1, elements=10)
+    receiver = WeightReceiver("shared_memory", publisher.endpoint, "actor-0", tensors, deadline=0.1)
     publisher.publish(source(0, elements=10), 0)
     receiver.wait_for_first(PATIENCE)
     publisher.close()
