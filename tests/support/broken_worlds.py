@@ -95,16 +95,6 @@ class Unseeded(SoundWorld):
         return frames, after
 
 
-class Changing(SoundWorld):
-    """Draws into the state that it was given."""
-
-    def draw(self, state: Any, actions: Tensor, noise_seeds: Sequence[int]) -> tuple[Tensor, Any]:
-        frames, after = super().draw(state, actions, noise_seeds)
-        if state.left[0] == DECISIONS:
-            state.pixels[0, 0, 0] += 1 / 255
-        return frames, after
-
-
 class Crowded(SoundWorld):
     """Normalises over the batch."""
 
@@ -133,11 +123,6 @@ def acted(change: Callable[[Tensor], Tensor]) -> Callable[[], SoundWorld]:
 def late(actions: Tensor) -> Tensor:
     """Action i makes frame i + 1, and the last none."""
     return torch.cat([actions[:, :1], actions[:, :-1]], dim=1)
-
-
-def early(actions: Tensor) -> Tensor:
-    """Action i makes frame i - 1, and the first none."""
-    return torch.cat([actions[:, 1:], actions[:, -1:]], dim=1)
 
 
 # ---- states --------------------------------------------------------------------------------------
@@ -217,13 +202,10 @@ class Forgiving(SoundWorld):
 
 BROKEN: Mapping[str, tuple[Callable[[], SoundWorld], str, str]] = {
     "draws from a generator of its own": (Unseeded, "seeds", "another film from the same state"),
-    "draws into the state it was given": (Changing, "seeds", "another film from the same state"),
     "normalises over the batch": (Crowded, "neighbours", "grey levels off when a row is alone"),
     "begins as the slot's number says": (Numbered, "siblings", "between two slots that begin alike"),
     "reverses the actions": (acted(lambda a: a.flip(1)), "actions", "changed by the first action at frame"),
-    "takes the actions in a circle": (acted(lambda a: a.roll(1, 1)), "actions", "by the last at frame"),
     "is a step late": (acted(late), "actions", "blind to action 7"),
-    "is a step early": (acted(early), "actions", "blind to action 0"),
     "hands out its own memory": (with_state(Shared), "put back", "once its copy is written over"),
     "rounds what is saved": (with_state(Lossy), "put back", "off once a row is put back"),
     "does not write all of a row": (with_state(Unwritten), "put back", "beside an older episode"),

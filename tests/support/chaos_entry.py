@@ -66,33 +66,24 @@ class Batches:
 
     def __init__(self) -> None:
         self._gate, self._version = Gate(), 0
-        self._waited = dict[int, float]()
 
     def note_choice(self, choose: Any) -> Any:
         def noting(port: ZmqLearnerPort, *, groups: int, version: int, timeout: float) -> BatchDescription:
             self._gate.wait(version, timeout)
             self._version = version
-            return self._timed(choose, port, groups=groups, version=version, timeout=timeout)
+            return choose(port, groups=groups, version=version, timeout=timeout)
 
         return noting
 
     def note_batch(self, fetch: Any) -> Any:
         def noting(port: ZmqLearnerPort, wanted: BatchDescription, **about: Any) -> list[list[Episode]]:
-            batch, version = self._timed(fetch, port, wanted, **about), self._version
+            batch = fetch(port, wanted, **about)
             episodes = [episode for group in batch for episode in group]
             ids, oldest = [e.episode_id for e in episodes], min(e.oldest_version for e in episodes)
-            note(batch=ids, version=version, oldest=oldest, waited=self._waited[version])
+            note(batch=ids, version=self._version, oldest=oldest)
             return batch
 
         return noting
-
-    def _timed(self, call: Any, *arguments: Any, **about: Any) -> Any:
-        began = time.monotonic()
-        try:
-            return call(*arguments, **about)
-        finally:
-            waited = self._waited.get(self._version, 0.0)
-            self._waited[self._version] = waited + time.monotonic() - began
 
 
 if "CHAOS_NOTES" in os.environ:  # Not when something merely looks at this file.

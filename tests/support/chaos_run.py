@@ -39,8 +39,6 @@ class Report:
     output: str = ""
     versions: int = 0
     """Updates in metrics.jsonl, each version once."""
-    longest_wait: float = 0.0
-    """Longest time the learner waited for a batch, in seconds."""
     acknowledged: int = 0
     lost: list[str] = field(default_factory=list)
     """Episodes that were acknowledged and are neither stored nor given up by name."""
@@ -62,7 +60,6 @@ class Report:
         self.acknowledged = len(stored)
         self.lost = sorted(_missing(run, stored))
         batches = [x for x in notes if "batch" in x]
-        self.longest_wait = max(x["waited"] for x in batches)
         self.too_old = [x for x in batches if x["version"] - x["oldest"] > MAX_LAG]
         learned = {x["version"]: x["batch"] for x in batches}  # The last batch of a version is what counts.
         uses = Counter(episode for batch in learned.values() for episode in batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,19 +16,12 @@ from support import tiny_models
 
 SCALE = 0.18215
 start_state = partial(tiny_models.start_state, size=32)
-DATA = Path(__file__).parents[1] / "data"
 _INNER: dict[str, int] = {"width": 32, "depth": 1, "heads": 1, "head_dim": 64}
+_UNET: dict[str, Any] = {"multipliers": (1, 2), "res_blocks": 1}
+_ONE_LEVEL: dict[str, Any] = _UNET | {"attention_levels": (0,)}
 SMALL = EvacConfig(
     image_size=256,
-    unet=UNetConfig(
-        channels=64,
-        multipliers=(1, 2),
-        res_blocks=1,
-        attention_levels=(0,),
-        head_dim=64,
-        context_dim=32,
-        initial_inner=64,
-    ),
+    unet=UNetConfig(channels=64, head_dim=64, context_dim=32, initial_inner=64, **_ONE_LEVEL),
     autoencoder=FrameVaeConfig(widths=(32, 32, 32, 64), layers_per_block=1, scale=SCALE),
     image_encoder=ImageEncoderConfig(width=80, layers=2, heads=1, mlp=96, patch=14, size=28),
     image_resampler=ResamplerConfig(inputs=80, queries=128, **_INNER),
@@ -36,17 +29,8 @@ SMALL = EvacConfig(
     pose_hidden=64,
 )
 """A small world with what the published layout leaves open: heads of 64, groups of 32."""
-TINY_UNET = UNetConfig(
-    channels=16,
-    multipliers=(1, 2),
-    res_blocks=1,
-    attention_levels=(0, 1),
-    head_dim=8,
-    context_dim=24,
-    initial_inner=16,
-    groups=4,
-    domains=12,
-)
+_TINY: dict[str, Any] = _UNET | {"attention_levels": (0, 1), "groups": 4, "domains": 12}
+TINY_UNET = UNetConfig(channels=16, head_dim=8, context_dim=24, initial_inner=16, **_TINY)
 TINY_IMAGE_ENCODER = ImageEncoderConfig(width=16, layers=2, heads=2, mlp=32, patch=8, size=32)
 _OF_TOKENS: dict[str, int] = {"width": 1024, "depth": 4, "heads": 12, "head_dim": 64}
 PUBLISHED = EvacConfig(
@@ -71,12 +55,6 @@ def tiny_config(image_size: int = 32) -> EvacConfig:
         action_resampler=ResamplerConfig(inputs=14, queries=3, **inner),
         schedule_steps=3,
     )
-
-
-def published_shapes(name: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a published network, from tests/data, in the order of its file."""
-    rows = (row.split() for row in (DATA / f"{name}.txt").read_text().splitlines())
-    return {key: tuple(int(size) for size in shape.split("x")) for key, shape in rows}
 
 
 def randomised(module: nn.Module, seed: int, spread: float = 0.3) -> nn.Module:
@@ -114,22 +92,11 @@ def checkpoint(networks: EvacNetworks) -> dict[str, Tensor]:
     tensors = published_tensors(networks)
     found = {p + name: t.clone() for part, p in PREFIXES.items() for name, t in tensors[part].items()}
     found = {name: tensor for name, tensor in found.items() if not name.startswith("pose_model.")}
-    text = {
-        "positional_embedding": (77, 4),
-        "ln_final.weight": (4,),
-        "transformer.resblocks.0.ln_1.bias": (4,),
-    }
-    found |= {f"embedder.model.{name}": torch.zeros(shape) for name, shape in text.items()}
-    found["embedder.model.visual.proj"] = torch.zeros(80, 4)
-    for name in (
-        "betas",
-        "alphas_cumprod",
-        "sqrt_recipm1_alphas_cumprod",
-        "scale_arr",
-        "posterior_mean_coef1",
-    ):
-        found[name] = torch.zeros(1000)
-    return found
+    beside = {"positional_embedding": (77, 4), "ln_final.weight": (4,), "visual.proj": (80, 4)}
+    beside |= {"transformer.resblocks.0.ln_1.bias": (4,)}
+    found |= {f"embedder.model.{name}": torch.zeros(shape) for name, shape in beside.items()}
+    schedule = "betas alphas_cumprod sqrt_recipm1_alphas_cumprod scale_arr posterior_mean_coef1"
+    return found | {name: torch.zeros(1000) for name in schedule.split()}
 
 
 def pose_file(networks: EvacNetworks) -> dict[str, Tensor]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKL
 from safetensors.torch import save_file
-from torch import Tensor
 
 from asyncrl.storage.tensor_files import Spec, write_folder
 from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
@@ -62,17 +60,15 @@ def nano_world(*, steps: int = 2, size: STDiT3Config = NANO, image_size: int = 3
 
 
 def export_opensora(folder: Path, world: OpenSoraWorld, *, shard_bytes: int | None = None) -> None:
-    """Write a world as RLinf-OpenSora-LIBERO-* has it: bfloat16 shards with their index, or one file.
-
-    Args:
-        folder: Created.
-        world: With any weights.
-        shard_bytes: Largest shard; None: one file, called model-00001.safetensors, and no index.
-    """
+    """Write a world as RLinf-OpenSora-LIBERO-* has it: bfloat16 shards and an index, or one file."""
     folder.mkdir(parents=True)
     tensors = {n: t.to(torch.bfloat16) for n, t in world.transformer.state_dict().items()}
     tensors |= {name: torch.full((2,), float("nan")).bfloat16() for name in UNUSED_NAMES}
-    write_transformer(folder, tensors, shard_bytes=shard_bytes)
+    if shard_bytes is None:
+        save_file(tensors, folder / "model-00001.safetensors")
+    else:
+        specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        write_folder(folder, specs, tensors.items(), shard_bytes=shard_bytes)
     size = world.transformer.size
     config = {"model_type": "STDiT3", "depth": size.depth, "hidden_size": size.width, "num_heads": size.heads}
     (folder / "config.json").write_text(json.dumps(config))
@@ -90,11 +86,3 @@ def export_opensora(folder: Path, world: OpenSoraWorld, *, shard_bytes: int | No
     weights = {name: tensor.contiguous() for name, tensor in world.vae.state_dict().items()}
     save_file(weights, inside / "diffusion_pytorch_model.safetensors")
     world.action_range.write(folder)
-
-
-def write_transformer(folder: Path, tensors: Mapping[str, Tensor], *, shard_bytes: int | None) -> None:
-    if shard_bytes is None:
-        save_file(dict(tensors), folder / "model-00001.safetensors")
-    else:
-        specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        write_folder(folder, specs, tensors.items(), shard_bytes=shard_bytes)

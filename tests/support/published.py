@@ -15,6 +15,7 @@ from asyncrl import cli
 from asyncrl.policies.action_tokens import NormStats
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
+from support.published_exports import section_of
 
 STATS = NormStats(q01=(-0.5,) * 7, q99=(0.9,) * 7, mask=(True,) * 6 + (False,))
 TOWERS: dict[str, Any] = {
@@ -61,14 +62,8 @@ def published_tensors() -> dict[str, Tensor]:
                 tensors[f"{tower}blocks.{i}.{name}.bias"] = normal(shape[0])
             if tower == DINO:
                 tensors |= {f"{tower}blocks.{i}.ls{n}.scale_factor": normal(d) for n in (1, 2)}
-    pool = {
-        "q": (32, 32),
-        "kv": (64, 32),
-        "proj": (32, 32),
-        "norm": (32,),
-        "mlp.fc1": (40, 32),
-        "mlp.fc2": (32, 40),
-    }
+    pool = {"q": (32, 32), "kv": (64, 32), "proj": (32, 32), "norm": (32,)}
+    pool |= {"mlp.fc1": (40, 32), "mlp.fc2": (32, 40)}
     tensors[f"{SIGLIP}attn_pool.latent"] = normal(1, 1, 32)
     for name, shape in pool.items():
         tensors[f"{SIGLIP}attn_pool.{name}.weight"] = normal(*shape)
@@ -92,9 +87,7 @@ def write_published(
     stats = {"desk_no_noops": {"action": {"q01": [-0.5] * 7, "q99": [0.9] * 7, "mask": [True] * 6 + [False]}}}
     content = {"model_type": "openvla", "norm_stats": stats} | fields
     if config is not None:
-        content["asyncrl"] = {
-            k: v for k, v in config.to_json().items() if k not in ("norm_stats", "norm_key")
-        }
+        content["asyncrl"] = section_of(config)
     (folder / "config.json").write_text(json.dumps(content))
     save_file(tensors, folder / "model.safetensors")
     return folder

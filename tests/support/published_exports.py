@@ -8,14 +8,12 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.errors import CheckpointError
 from asyncrl.policies.lora import is_adapter, merged_tensors
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.files import SECTION, Original, PublishedOptions, write_policy
 from asyncrl.policies.openvla.networks import stable_name
 from asyncrl.policies.openvla.policy import Dtype, OpenVLAOFTPolicy, load_policy
 from asyncrl.rewards.files import PUBLISHED
-from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.rewards.resnet import ResNetReward
 from asyncrl.storage.tensor_files import SHARD_BYTES, Spec, write_tensors
 from asyncrl.worlds.wan.files import HEAD_DIM, IMAGE_SIZE, WAN_TRANSFORMER, WAN_VAE, vae_name
@@ -74,36 +72,18 @@ def export_openvla(
 
 
 def export_reward(folder: Path, model: ResNetReward) -> None:
-    """Write ``resnet_rm.pth``, or ``taskemb_resnet_rm.pth`` for a model of a LIBERO suite.
-
-    Raises:
-        CheckpointError: The model was fitted on other tasks, or on images of another size.
-    """
+    """Write ``resnet_rm.pth``, or ``taskemb_resnet_rm.pth`` for a model of a LIBERO suite."""
     config = model.config
-    if (config.tasks and config.tasks not in SUITES.values()) or config.image_size != 256:
-        raise CheckpointError(
-            f"a reward model of {len(config.tasks)} tasks at {config.image_size} pixels cannot be written "
-            "in the published layout, which always means a LIBERO suite and 256 pixels. Use save_reward."
-        )
+    assert config.image_size == 256
     folder.mkdir(parents=True, exist_ok=True)
     write_pth(folder / PUBLISHED[bool(config.tasks)], model.network.state_dict())
 
 
 def export_world(folder: Path, world: WanWorld) -> None:
-    """Write `world` as RLinf's tools read it: bfloat16 ``model-00001.safetensors``, ``Wan2.2_VAE.pth``.
-
-    Raises:
-        CheckpointError: The published layout cannot say what this world is: another head size, other latents.
-    """
-    size, vae = world.transformer.size, world.vae.size
-    full = VaeConfig.full()
-    same = (vae.latents_mean, vae.latents_std) == (full.latents_mean, full.latents_std)
-    if size.head_dim != HEAD_DIM or not same or world.image_size != IMAGE_SIZE:
-        raise CheckpointError(
-            f"a world with heads of {size.head_dim} channels, {vae.z_dim} latent channels and "
-            f"{world.image_size} pixels cannot be written in the published layout, which always means "
-            f"{HEAD_DIM}, {full.z_dim} with their statistics, and {IMAGE_SIZE}. Use save_world."
-        )
+    """Write `world` as RLinf's tools read it: bfloat16 ``model-00001.safetensors``, ``Wan2.2_VAE.pth``."""
+    vae, full = world.vae.size, VaeConfig.full()
+    assert (vae.latents_mean, vae.latents_std) == (full.latents_mean, full.latents_std)
+    assert (world.transformer.size.head_dim, world.image_size) == (HEAD_DIM, IMAGE_SIZE)
     folder.mkdir(parents=True, exist_ok=True)
     transformer, autoencoder = world.transformer.state_dict(), world.vae.state_dict()
     bfloat16 = {TRANSFORMER_NAMES[name]: tensor.to(torch.bfloat16) for name, tensor in transformer.items()}

@@ -11,20 +11,10 @@ from support.episodes import make_episode
 
 IMAGE = 16
 """Height and width in pixels."""
-IDS = [
-    ["0123" + "0" * 28, "0124" + "1" * 28],
-    ["a" * 32, "b" * 32],
-    ["c" * 32, "d" * 32],
-    ["e" * 32, "f" * 32],
-]
+IDS = [["0123" + "0" * 28, "0124" + "1" * 28], *([32 * one, 32 * other] for one, other in ("ab", "cd", "ef"))]
 VERSIONS = [(0, 1), (1, 2), (2, 2), (0, 0)]
 WON = {(0, 0), (2, 1)}
-TASKS = [
-    "put the red cube into the bowl",
-    "put the red cube into the bowl",
-    "open the drawer",
-    "open the drawer",
-]
+TASKS = 2 * ["put the red cube into the bowl"] + 2 * ["open the drawer"]
 
 
 def episode_of(number: int, member: int) -> Episode:

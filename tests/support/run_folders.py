@@ -31,25 +31,15 @@ def write_run(
     started: float = 1_700_000_000.0,
     config: TrainConfig | None = None,
 ) -> Path:
-    """Write a run that ended in order after `made` of `updates` updates.
-
-    Args:
-        folder: To make.
-        updates: Of its settings; `config` says it otherwise.
-        made: Rows of metrics.jsonl.
-        true: Update -> true success of it, known when all updates were made.
-        started: When it began.
-        config: Its settings.
-    """
+    """Write a run that ended in order after `made` of `updates` updates; `true`: update -> true success."""
     folder.mkdir(parents=True)
     settings = folder / "config.json"
     settings.write_text(to_json(config or TrainConfig(updates=updates)))
     os.utime(settings, (started, started))
     (folder / "lock").touch()
     rows = [row(step, started) for step in range(1, made + 1)]
-    rows += [
-        {"step": step, "time": started, "eval/success_once": rate} for step, rate in (true or {}).items()
-    ]
+    known = (true or {}).items()
+    rows += [{"step": step, "time": started, "eval/success_once": rate} for step, rate in known]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
     for step in range(1, made + 1):
         checkpoint = folder / "checkpoints" / f"update_{step:06d}"

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import TracebackType
 
 from support.chaos_run import ENTRY
 from support.whole_runs import Program
@@ -74,24 +73,11 @@ class SeveralHosts:
         return ["nsenter", "--preserve-credentials", "-t", self._pids[number - 1], "-U", "-n", "-u", "-m"]
 
     def torchrun(
-        self,
-        tmp_path: Path,
-        number: int,
-        arguments: list[str],
-        *,
-        ranks: int = 1,
-        name: str = "",
-        **more: str,
+        self, folder: Path, number: int, arguments: list[str], ranks: int = 1, name: str = "", **more: str
     ) -> Program:
-        """Start torchrun on a host, as its user does; what is run takes notes (see `chaos_entry`).
+        """Start `asyncrl train` by torchrun on host `number`; it takes notes in `folder` (`chaos_entry`).
 
-        Args:
-            tmp_path: Has the output and the notes.
-            number: Of the host.
-            arguments: Of `asyncrl train`.
-            ranks: On this host.
-            name: Of the output; empty: the host's.
-            more: Variables of the environment, and `nnodes`, `max_restarts` and `rdzv_conf` of torchrun.
+        `more`: variables of the environment, and `nnodes`, `max_restarts` and `rdzv_conf` of torchrun.
         """
         options = {
             "nnodes": more.pop("nnodes", str(len(self._pids))),
@@ -106,9 +92,9 @@ class SeveralHosts:
         start = [sys.executable, "-m", "torch.distributed.run"]
         start += [text for flag, value in options.items() for text in (f"--{flag}", value)]
         command = [*self.on(number), *start, str(ENTRY), *arguments]
-        (tmp_path / "gate").write_text("1000000000")  # Nobody holds the learner up.
-        notes = {"CHAOS_NOTES": str(tmp_path / "notes.jsonl")}
-        self._programs.append(Program(tmp_path, name or f"node-{number}", command, more=notes | more))
+        (folder / "gate").write_text("1000000000")  # Nobody holds the learner up.
+        notes = {"CHAOS_NOTES": str(folder / "notes.jsonl")}
+        self._programs.append(Program(folder, name or f"node-{number}", command, more=notes | more))
         return self._programs[-1]
 
     def command(self, number: int, command: list[str]) -> None:
@@ -117,7 +103,10 @@ class SeveralHosts:
 
     def connect(self, number: int, *, up: bool) -> None:
         """Plug a host's cable into the switch, or pull it out."""
-        self._tell(f"{'up' if up else 'down'} {number}")
+        assert self._holder.stdin is not None
+        self._holder.stdin.write(f"{'up' if up else 'down'} {number}\n")
+        self._holder.stdin.flush()
+        assert self._answer() == ["done"]
 
     def kill(self, number: int) -> None:
         """End all processes of a host at once, as when its power fails."""
@@ -135,9 +124,7 @@ class SeveralHosts:
     def __enter__(self) -> SeveralHosts:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number in range(1, 1 + len(self._pids)):
             self.kill(number)  # What a test that failed left behind.
         for program in self._programs:
@@ -147,12 +134,6 @@ class SeveralHosts:
         self._holder.wait(PATIENCE)
         assert self._holder.stdout is not None
         self._holder.stdout.close()
-
-    def _tell(self, order: str) -> None:
-        assert self._holder.stdin is not None
-        self._holder.stdin.write(order + "\n")
-        self._holder.stdin.flush()
-        assert self._answer() == ["done"]
 
     def _answer(self) -> list[str]:
         assert self._holder.stdout is not None

@@ -55,7 +55,7 @@ WEIGHING = ("tis", "mis", "decoupled")
 
 def units_of(level: str) -> list[list[tuple[int, int]]]:
     if level == "token":
-        return [[decision_index] for decision_index in PLACES]
+        return [[place] for place in PLACES]
     return [[(c, a) for a in range(7)] for c in range(8)] if level == "action" else [PLACES]
 
 
@@ -162,22 +162,14 @@ def weights_of(config: TrainConfig, batch: Batch, gaps: list, d: int, unit: list
     if chosen.kind not in WEIGHING:
         return 1.0
     own = decisions_of(batch, int(batch.episode[d]))
-
-    def ratio(of: int, decision_index: tuple[int, int]) -> float:
-        return gaps[of][decision_index[0]][decision_index[1]]
-
-    level = config.algorithm.level if chosen.level == "auto" else chosen.level
-    first = unit[0]
-    all_members = {
+    level, first = config.algorithm.level if chosen.level == "auto" else chosen.level, unit[0]
+    members = {
         "token": [(d, first)],
-        "action": [
-            (d, decision_index) for decision_index in valid(batch, d, [(first[0], a) for a in range(7)])
-        ],
-        "decision": [(d, decision_index) for decision_index in valid(batch, d, PLACES)],
-        "episode": [(of, decision_index) for of in own for decision_index in valid(batch, of, PLACES)],
-    }
-    members = all_members[level]
-    total = sum(ratio(*member) for member in members)
+        "action": [(d, place) for place in valid(batch, d, [(first[0], a) for a in range(7)])],
+        "decision": [(d, place) for place in valid(batch, d, PLACES)],
+        "episode": [(of, place) for of in own for place in valid(batch, of, PLACES)],
+    }[level]
+    total = sum(gaps[of][c][a] for of, (c, a) in members)
     raw = math.exp(total / len(members) if chosen.geometric else total)
     if chosen.kind == "tis":
         return min(max(raw, chosen.min_weight), chosen.max_weight)
@@ -257,20 +249,16 @@ def slow_loss(
             continue
         loss = loss + count * weights_of(config, batch, gaps, d, tokens) * term
     for d, tokens, count in counted(config, batch, "token", episodes):
-        decision_index = tokens[0]
-        loss = loss - chosen.entropy_coef * count * entropy[d][decision_index]
+        place = tokens[0]
+        loss = loss - chosen.entropy_coef * count * entropy[d][place]
         if reference is not None:
-            gap = now[d][decision_index] - anchor[d][decision_index]
+            gap = now[d][place] - anchor[d][place]
             penalty = gap**2 / 2
-            behind = float(now[d][decision_index].detach() - behaviour[d][decision_index])
+            behind = float(now[d][place].detach() - behaviour[d][place])
             fresh = correction.kind == "none" and chosen.kind == "grpo"
             weight = 1.0 if fresh else min(math.exp(behind), correction.max_weight)
             loss = loss + chosen.kl_coef * count * weight * penalty
-    mine = {
-        decision_index: t
-        for decision_index, t in targets.items()
-        if int(batch.episode[decision_index[0]]) in episodes
-    }
+    mine = {place: t for place, t in targets.items() if int(batch.episode[place[0]]) in episodes}
     for (d, k), target in mine.items():
         assert table.values is not None
         value = table.values[int(batch.frames[d, 0, 0, 0]), k]

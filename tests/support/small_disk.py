@@ -23,18 +23,7 @@ MOUNT = 'mount -t tmpfs -o size="$0" none "$1" && shift && exec "$@"'
 
 def on_a_small_disk(folder: Path, *command: str, size: str = "8m") -> subprocess.CompletedProcess[str]:
     """Run a command in a namespace in which `folder` is a disk of `size`."""
-    whole = [
-        "unshare",
-        "--user",
-        "--map-root-user",
-        "--mount",
-        "sh",
-        "-c",
-        MOUNT,
-        size,
-        str(folder),
-        *command,
-    ]
+    whole = ["unshare", "-Urm", "sh", "-c", MOUNT, size, str(folder), *command]
     return subprocess.run(whole, capture_output=True, text=True, timeout=120, env=child_environment())
 
 

@@ -137,18 +137,10 @@ def episode(
 
 def groups_of(outcomes: list[list[int]], *, seed: int = 0, **changes: Any) -> list[list[Episode]]:
     """Groups with the given success steps (-1: truncated); every episode has two decisions."""
-    return [
-        [
-            episode(
-                group=g,
-                member=i,
-                group_size=len(members),
-                rows=((g + i) % 6, (g + i + 2) % 6),
-                success_at=success_at,
-                seed=seed,
-                **changes,
-            )
-            for i, success_at in enumerate(members)
-        ]
-        for g, members in enumerate(outcomes)
-    ]
+    groups: list[list[Episode]] = []
+    for g, members in enumerate(outcomes):
+        about = {"group": g, "group_size": len(members), "seed": seed} | changes
+        rows = [((g + i) % 6, (g + i + 2) % 6) for i in range(len(members))]
+        made = enumerate(zip(rows, members, strict=True))
+        groups.append([episode(member=i, rows=at, success_at=step, **about) for i, (at, step) in made])
+    return groups

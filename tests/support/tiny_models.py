@@ -82,12 +82,7 @@ WORLDS: Final[dict[str, Callable[[Path], None]]] = {
 
 
 def write_models(folder: Path, world: str = "wan") -> list[str]:
-    """Write policy, world, reward and start states; returns the flags of a small run with them.
-
-    Args:
-        folder: Where.
-        world: Kind of the world, one of `WORLDS`.
-    """
+    """Write policy, world (one of `WORLDS`), reward and start states; returns the flags of a small run."""
     torch.manual_seed(0)
     OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny()).save(folder / "policy")
     WORLDS[world](folder / "world")

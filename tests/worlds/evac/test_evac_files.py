@@ -24,12 +24,12 @@ from support.evac import (
     SMALL,
     checkpoint,
     pose_file,
-    published_shapes,
     some_actions,
     start_state,
     tiny_config,
     tiny_networks,
 )
+from support.published_worlds import listed_shapes
 from support.worlds import change_json, cut, load_world
 
 SETTINGS = ImaginationSettings()
@@ -176,7 +176,7 @@ def test_the_expected_names_are_those_of_the_published_files() -> None:
         "image_resampler": "evac_image_resampler_8",
     }
     for part, file in files.items():
-        assert {name: tuple(tensor.shape) for name, tensor in wanted[part].items()} == published_shapes(file)
+        assert {name: tuple(tensor.shape) for name, tensor in wanted[part].items()} == listed_shapes(file)
 
 
 def test_a_published_checkpoint_is_read_and_runs_nothing(tmp_path: Path, small: EvacNetworks) -> None:

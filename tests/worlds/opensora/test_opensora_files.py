@@ -19,7 +19,7 @@ from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
 from asyncrl.worlds.opensora.files import open_world
 from asyncrl.worlds.opensora.stdit3 import STDiT3, STDiT3Config
 from asyncrl.worlds.opensora.world import OpenSoraWorld, save_world
-from support.opensora import NANO, RANGE, export_opensora, nano_world, write_transformer
+from support.opensora import NANO, RANGE, export_opensora, nano_world
 from support.published_worlds import listed_shapes, sparse_safetensors
 from support.worlds import change_json, cut, load_world
 
@@ -133,7 +133,7 @@ def change_transformer(change: Callable[[dict[str, Tensor]], None]) -> Callable[
         for file in [*folder.glob("*.safetensors"), folder / INDEX]:
             file.unlink()
         change(tensors)
-        write_transformer(folder, tensors, shard_bytes=None)
+        save_file(tensors, folder / "model-00001.safetensors")
 
     return breaks
 
