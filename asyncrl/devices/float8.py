@@ -41,18 +41,14 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() / scale).to(DTYPE), scale
 
 
-def scaled_product(rows: Tensor, weight: Tensor, of_rows: Tensor, scale: Tensor) -> Tensor:
-    """Multiply ``[M, K]`` e4m3 rows and ``[N, K]`` e4m3 weights by their scales: ``[M, N]`` bfloat16."""
-    if rows.device.type == "cpu":  # 8 bits are no faster there.
-        return (rows.float() @ weight.float().T * of_rows * scale).bfloat16()
-    # `torch.nn.functional.scaled_mm` cannot be compiled with every supported torch.
-    return torch.ops.aten._scaled_mm(rows, weight.T, of_rows, scale, out_dtype=torch.bfloat16)
-
-
 def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """Round rows ``[..., K]``, multiply with e4m3 weights ``[N, K]`` (contiguous) and `scale` ``[1, N]``."""
     rows, of_rows = quantise(x.flatten(0, -2))
-    return scaled_product(rows, weight, of_rows, scale).to(x.dtype).unflatten(0, x.shape[:-1])
+    if rows.device.type == "cpu":  # 8 bits are no faster there.
+        y = (rows.float() @ weight.float().T * of_rows * scale).bfloat16()
+    else:  # `torch.nn.functional.scaled_mm` cannot be compiled with every supported torch.
+        y = torch.ops.aten._scaled_mm(rows, weight.T, of_rows, scale, out_dtype=torch.bfloat16)
+    return y.to(x.dtype).unflatten(0, x.shape[:-1])
 
 
 class Float8Linear(nn.Module):

@@ -92,19 +92,21 @@ class OffloadedTensors:
 
     def host_views(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors by name, offloaded ones as views in host memory; writes to changing ones last."""
-        return {name: self._host_view(tensor) for name, tensor in tensors.items()}
+        views = dict(tensors)
+        for name, tensor in tensors.items() if self.offloaded else ():
+            if (copy := self._copies.get(tensor.untyped_storage()._cdata)) is not None:
+                place = tensor.storage_offset(), tensor.shape, tensor.stride()
+                views[name] = torch.empty(0, dtype=tensor.dtype).set_(copy.host.untyped_storage(), *place)
+        return views
 
-    def _host_view(self, tensor: Tensor) -> Tensor:
-        copy = self._copies.get(tensor.untyped_storage()._cdata) if self.offloaded else None
-        if copy is None:
-            return tensor
-        view = torch.empty(0, dtype=tensor.dtype)
-        return view.set_(copy.host.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-
+    @torch.no_grad()
     def _host_copies(self) -> dict[int, _HostCopy]:
         copies: dict[int, _HostCopy] = {}
         for tensors, frozen in ((self._frozen, True), (self._changing, False)):
-            for storage in self._storages(tensors()):
+            local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors()]
+            for storage in [tensor.untyped_storage() for tensor in local if tensor.device in self._devices]:
+                if not (storage.resizable() and storage.nbytes()):  # Those of mapped files are not.
+                    continue
                 key = storage._cdata
                 copy = copies.get(key) or self._copies.get(key)
                 if copy is None:
@@ -117,13 +119,6 @@ class OffloadedTensors:
                 copies[key] = copy
         self._buffers = {}
         return copies
-
-    @torch.no_grad()
-    def _storages(self, tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-        """Storages of mapped files cannot be resized."""
-        local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-        storages = [tensor.untyped_storage() for tensor in local if tensor.device in self._devices]
-        return [storage for storage in storages if storage.resizable() and storage.nbytes()]
 
     def _synchronize(self) -> None:
         for device in self._devices:
@@ -198,13 +193,12 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _allocate(copy: _HostCopy) -> None:
-    """Another process on the device may have to offload first."""
     until = time.monotonic() + MEMORY_TIMEOUT
     while True:
         try:
             copy.storage.resize_(copy.host.nbytes)
             return
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError:  # Another process on the device may have to offload first.
             if time.monotonic() > until:
                 raise
         with waits.waiting(waits.DEVICE_MEMORY, MEMORY_TIMEOUT):

@@ -158,25 +158,12 @@ def check_matrix_products(
         exact_MN = a_MK.float() @ b_NK.float().T
         error = float((multiply(a_MK, b_NK.T).float() - exact_MN).abs().max() / exact_MN.abs().max())
         if not error < TOLERANCE:  # NaN is not.
-            raise ConfigError(_wrong_product(device, (rows, width, columns), error))
+            raise ConfigError(
+                f"{device} multiplies matrices wrongly: the product of {rows} x {width} and {width} x "
+                f"{columns} bfloat16 numbers is off by {error:.3g} of its largest number, where rounding "
+                "makes 0.004. cuBLAS does that where a process may use only some multiprocessors: unset "
+                f"{SHARE} (it is {os.environ.get(SHARE, 'not set')}), leave the GPU out "
+                "(CUDA_VISIBLE_DEVICES), or try another build of PyTorch."
+            )
         errors.append(error)
     return max(errors)
-
-
-def _wrong_product(device: torch.device, size: tuple[int, int, int], error: float) -> str:
-    rows, width, columns = size
-    cuda = device.type == "cuda"
-    name = f"{device} ({torch.cuda.get_device_name(device)})" if cuda else str(device)
-    advice = (
-        "Nothing that it computes can be trusted. Leave it out (CUDA_VISIBLE_DEVICES), or try another "
-        "build of PyTorch."
-    )
-    if share := os.environ.get(SHARE, ""):
-        advice = (
-            f"{SHARE} is {share}, and cuBLAS is known to do that where a process may use only some of the "
-            "multiprocessors. Unset it: MPS shares a GPU without it."
-        )
-    return (
-        f"{name} multiplies matrices wrongly: the product of {rows} x {width} and {width} x {columns} "
-        f"bfloat16 numbers is off by {error:.3g} of its largest number, where rounding makes 0.004. {advice}"
-    )

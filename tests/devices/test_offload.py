@@ -75,8 +75,11 @@ def test_what_is_parked_takes_no_memory_and_comes_back_bit_for_bit() -> None:
     model, _ = trainer()
     before = copy.deepcopy(model.state_dict())
     identities = [id(p) for p in model.parameters()]
-    offloaded = offloaded_module(model)
+    told, weight = list[int](), next(model.parameters())
+    offloaded = offloaded_module(model, on_offload=lambda: told.append(weight.untyped_storage().nbytes()))
     offloaded.offload()
+    offloaded.offload()
+    assert told == [0], "who knows addresses, once, when all have left"
     tensors = [*model.parameters(), *model.buffers()]
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
     assert offloaded.bytes == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -169,17 +172,6 @@ def test_what_is_written_to_a_stand_in_comes_back() -> None:
     stand_in.fill_(7.0)
     offloaded.restore()
     assert (first == 7.0).all()
-
-
-def test_who_knows_addresses_is_told() -> None:
-    model, _ = trainer()
-    told: list[int] = []
-    weight = next(model.parameters())
-    offloaded = offloaded_module(model, on_offload=lambda: told.append(weight.untyped_storage().nbytes()))
-    offloaded.offload()
-    offloaded.offload()
-    offloaded.restore()
-    assert told == [0], "once, when all have left"
 
 
 def test_only_a_wait_that_lasts_is_used_for_offloading() -> None:
