@@ -314,7 +314,7 @@ class BroadcastPublisher(Publisher):
             return "the publisher is closing"
         there = self.server.members()
         if gone := [member for member in self._members if member not in there]:
-            return f"{_names(gone)} died, left or registered again"
+            return f"{_names(gone)} died or left"
         problems = (
             f"{x.name}: {x.answer[2]}" for x in self._members if x.answer[0] == self._epoch and x.answer[2]
         )

@@ -32,9 +32,6 @@ GOODBYE: Final = 2.0  # Seconds for receivers to read that the channel is closed
 LAST_CALL: Final = 0.2  # The same without any receiver, for those that are just connecting
 STOPPED_SECONDS: Final = 2.0  # A member halted for so long is left behind; a profiler halts one for less
 MOST_LETTERS: Final = 100  # Longest name of an actor
-TWIN: Final = (
-    "Two actors are called {}, and the newer one took this one's place. Give each actor a name of its own."
-)
 LEFT_BEHIND: Final = "was left behind: it did not answer"
 _TAKEN: Final = ("newest", "bytes", "answer", "leave")
 _CHECK_SECONDS: Final = 0.02
@@ -48,9 +45,7 @@ class WakeableSocket:
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(
-            self, os.close, self._event
-        )  # `wake` holds it: no other file gets its number before.
+        weakref.finalize(self, os.close, self._event)  # Only then: a late `wake` finds no other file.
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self._event, zmq.POLLIN)
@@ -110,10 +105,10 @@ class WeightServer:
         self.sent_bytes = 0
         self.closing = False
         self._events: deque[str] = deque(maxlen=1000)
-        self._replaced: set[bytes] = set()
         self._checked_at = 0.0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._opened = ExitStack()
+        self._opened.callback(self._context.destroy, LINGER_MS)
         try:
             self.endpoint = f"ipc://{path}"
             self._opened.enter_context(admitting(self._context, settings.security))
@@ -125,7 +120,6 @@ class WeightServer:
                 self.pull_endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")  # pyright: ignore[reportAttributeAccessIssue]
         except BaseException:
             self._opened.close()
-            self._context.destroy(linger=0)
             raise
         self._wakeable = WakeableSocket(self._socket)
         self.wake = self._wakeable.wake
@@ -195,8 +189,6 @@ class WeightServer:
                 self.turn(_CHECK_SECONDS)
         finally:
             self._opened.close()
-            self._socket.close(LINGER_MS)
-            self._context.destroy(linger=LINGER_MS)
 
     def leave_behind(self, member: Subscriber) -> None:
         """Go on without a member until it is heard again."""
@@ -245,8 +237,6 @@ class WeightServer:
             self._refuse(peer, "this is the learner of another run.", why)
         elif message["attempt"] < identity.attempt:
             self.send(peer, "ended", attempt=identity.attempt)
-        elif peer in self._replaced:
-            self.send(peer, "refused", reason=TWIN.format(repr(name)))
         else:
             subscriber = self.subscribers.get(peer) or self._register(peer, message)
             if subscriber.behind:
@@ -262,15 +252,8 @@ class WeightServer:
 
     def _register(self, peer: bytes, message: WeightMessage) -> Subscriber:
         about = {name: message[name] for name in ("name", "member", "pid", "started", "manifest")}
-        new = Subscriber(peer=peer, heard=time.monotonic(), **about)
-        # A name that registers again is an actor that was respawned: its former self is gone.
-        for former in list(self.subscribers.values()):
-            if new.member and former.member and former.name == new.name:
-                self._replaced.add(former.peer)
-                self.send(former.peer, "refused", reason=TWIN.format(repr(former.name)))
-                self._forget(former, "was replaced")
+        new = self.subscribers[peer] = Subscriber(peer=peer, heard=time.monotonic(), **about)
         self.failed.pop(new.name, None)
-        self.subscribers[peer] = new
         self._log_event(new, "joined")
         return new
 

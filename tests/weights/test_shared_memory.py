@@ -23,15 +23,9 @@ from asyncrl.weights.publisher import BroadcastPublisher
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.transports.shared_memory import SharedMemoryTransport
 from support.processes import FORKS
-from support.weights import PATIENCE, channel_folder, policy, swap_until
+from support.weights import PATIENCE, policy, swap_until
 
 NAME = "shared_memory"
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with channel_folder() as folder:
-        yield folder
 
 
 @pytest.fixture

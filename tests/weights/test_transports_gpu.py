@@ -11,64 +11,16 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from asyncrl.learner import weight_export
 from asyncrl.learner.weight_export import GatheredWeights
-from asyncrl.observability import metrics_system as m
 from asyncrl.weights import packing
 from asyncrl.weights.buffers import BufferedReceiver
 from asyncrl.weights.publisher import BroadcastPublisher
 from support.ranks import run_ranks
-from support.weights import PATIENCE, TYPES, Actor, channel_folder, raw, timed_publish, wait_for_all
+from support.weights import PATIENCE, TYPES, Actor, raw, timed_publish, wait_for_all
 from support.weights import masters as gathering_masters
 
 pytestmark = pytest.mark.gpu
 GPUS = torch.cuda.device_count()
 DEADLINE = 5.0
-
-
-REMOTE = [f"cuda:{i}" for i in range(1, min(GPUS, 3))]
-PLACES = {
-    "one GPU": ("cuda_ipc", ["cuda:0", "cuda:0"]),
-    "a GPU each": ("nccl", REMOTE),
-    "the learner's GPU and others": ("cuda_ipc", ["cuda:0", *REMOTE]),
-}
-"""Transport, and devices of the actors; the learner has cuda:0."""
-
-
-@pytest.fixture(scope="module", params=list(PLACES))
-def place(request: pytest.FixtureRequest) -> str:
-    if request.param != "one GPU" and GPUS < 2:
-        pytest.skip(f"{request.param} needs 2 GPUs, found {GPUS}")
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def transport(place: str) -> str:
-    return PLACES[place][0]
-
-
-@pytest.fixture(scope="module")
-def devices(place: str) -> list[str]:
-    return PLACES[place][1]
-
-
-@pytest.fixture(scope="module")
-def actors(devices: list[str]):
-    actors = [Actor() for _ in devices]
-    yield actors
-    for each in actors:
-        each.end()
-
-
-@pytest.fixture
-def folder():
-    with channel_folder() as folder:
-        yield folder
-
-
-@pytest.fixture
-def publisher(transport: str, folder: Path):
-    channel = BroadcastPublisher(transport, folder, device="cuda:0", deadline=DEADLINE)
-    yield channel
-    channel.close()
 
 
 def test_a_killed_actor_on_the_learners_gpu_does_not_stop_those_on_others(folder: Path) -> None:
@@ -190,64 +142,3 @@ def test_rows_on_two_gpus_come_together_bit_for_bit(bucket: int) -> None:
     if GPUS < 2:
         pytest.skip(f"needs 2 GPUs, found {GPUS}")
     assert run_ranks(gather_over_nccl, bucket, deadline=100.0) == [cast(), {}]
-
-
-def join_all(actors: list[Actor], publisher: BroadcastPublisher, transport: str, devices: list[str]) -> None:
-    for i, (each, device) in enumerate(zip(actors, devices, strict=True)):
-        each.join(publisher.endpoint, f"actor-{i}", transport, device, DEADLINE)
-    timed_publish(publisher, 0, "cuda:0")
-    wait_for_all(publisher, 0, len(actors), 2 * PATIENCE)
-
-
-def test_versions_arrive_bit_exact_on_every_gpu(
-    publisher: BroadcastPublisher, actors: list[Actor], transport: str, devices: list[str]
-) -> None:
-    join_all(actors, publisher, transport, devices)
-    for version in range(1, 20):
-        assert timed_publish(publisher, version, "cuda:0") < 0.5
-    for each in actors:
-        assert each.has(19)
-    assert publisher.status()[m.WEIGHTS_MEMBERS] == len(actors)
-    for each in actors:
-        assert each.ask("leave") == "left"
-
-
-def test_a_killed_gpu_actor_stops_nobody_and_its_successor_joins(
-    publisher: BroadcastPublisher, actors: list[Actor], transport: str, devices: list[str]
-) -> None:
-    join_all(actors, publisher, transport, devices)
-    slowest = 0.0
-    for version in range(1, 60):
-        slowest = max(slowest, timed_publish(publisher, version, "cuda:0"))
-        if version == 30:
-            actors[-1].signal(signal.SIGKILL)
-    assert slowest < 0.5
-    for survivor in actors[:-1]:
-        assert survivor.has(59)
-    actors[-1].end()
-    actors[-1] = Actor()
-    actors[-1].join(publisher.endpoint, f"actor-{len(actors) - 1}", transport, devices[-1], DEADLINE)
-    assert actors[-1].has(59)
-    for each in actors:
-        assert each.ask("leave") == "left"
-
-
-def test_a_stopped_gpu_actor_is_left_behind_and_comes_back(
-    publisher: BroadcastPublisher, actors: list[Actor], transport: str, devices: list[str]
-) -> None:
-    join_all(actors, publisher, transport, devices)
-    actors[-1].signal(signal.SIGSTOP)
-    try:
-        newest, until = 0, time.monotonic() + 4 * DEADLINE
-        while time.monotonic() < until:  # all of: the broadcast hangs, is aborted, the actor is left behind
-            newest += 1
-            assert timed_publish(publisher, newest, "cuda:0") < 0.5
-        for survivor in actors[:-1]:
-            assert survivor.has(newest)
-    finally:
-        actors[-1].signal(signal.SIGCONT)
-    for each in actors:
-        assert each.has(newest)
-    wait_for_all(publisher, newest, len(actors))
-    for each in actors:
-        assert each.ask("leave") == "left"

@@ -24,7 +24,7 @@ from asyncrl.weights.publisher import BroadcastPublisher
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.server import ServerSettings
 from support.sockets import connect_dealer
-from support.weights import PATIENCE, channel_folder, events, policy, raw, source, swap_until
+from support.weights import PATIENCE, events, policy, raw, source, swap_until
 
 SMALL = policy(0, elements=10)
 MEMBER: dict[str, Any] = {
@@ -66,19 +66,6 @@ def all_taken() -> Iterator[None]:
         for file in taken:
             os.close(file)
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with channel_folder() as folder:
-        yield folder
-
-
-@pytest.fixture
-def publisher(folder: Path) -> Iterator[BroadcastPublisher]:
-    channel = BroadcastPublisher("shared_memory", folder, deadline=1.0)
-    yield channel
-    channel.close()
 
 
 @pytest.fixture

@@ -25,55 +25,13 @@ from asyncrl.weights.server import WakeableSocket
 from asyncrl.weights.transports.gpu import CudaIpcTransport, divide, export_handle, import_handle
 from asyncrl.weights.transports.in_process import build_in_process
 from support.gloo_transport import GLOO
-from support.weights import (
-    PATIENCE,
-    Actor,
-    channel_folder,
-    policy,
-    raw,
-    source,
-    swap_until,
-    timed_publish,
-    wait_for_all,
-)
-
-
-@pytest.fixture(scope="module")
-def pair():
-    pair = [Actor(), Actor()]
-    yield pair
-    for each in pair:
-        each.end()
-
-
-@pytest.fixture
-def actors(pair: list[Actor]) -> list[Actor]:
-    """Two living actor processes."""
-    for i, each in enumerate(pair):
-        if not each.process.is_alive():
-            each.end()
-            pair[i] = Actor()
-    return pair
-
-
-@pytest.fixture
-def folder():
-    with channel_folder() as folder:
-        yield folder
+from support.weights import PATIENCE, Actor, policy, raw, source, swap_until, timed_publish, wait_for_all
 
 
 @pytest.fixture(params=["shared_memory", GLOO], ids=["shared_memory", "broadcast"])
 def transport(request: pytest.FixtureRequest) -> str:
     """Copies out of the learner's memory; a broadcast, as between GPUs."""
     return request.param
-
-
-@pytest.fixture
-def publisher(folder: Path):
-    """A channel of shared memory."""
-    channel = BroadcastPublisher("shared_memory", folder, deadline=1.0)
-    yield channel
-    channel.close()
 
 
 @pytest.fixture
@@ -377,21 +335,6 @@ def test_an_actor_that_has_no_weights_yet_learns_at_once_that_the_learner_left(
     receiver.close()
 
 
-def test_two_actors_of_one_name_are_told_apart(publisher: BroadcastPublisher) -> None:
-    publisher.publish(source(0, elements=10), 0)
-    first = WeightReceiver("shared_memory", publisher.endpoint, "twin", policy(0, elements=10))
-    first.wait_for_first(PATIENCE)
-    second = WeightReceiver("shared_memory", publisher.endpoint, "twin", policy(0, elements=10))
-    second.wait_for_first(PATIENCE)
-    publisher.publish(source(1, elements=10), 1)
-    tensors = policy(0, elements=10)
-    assert swap_until(second, tensors, 1) == 1
-    with pytest.raises(WeightSyncError, match="Two actors are called 'twin'"):
-        swap_until(first, tensors, 1)
-    first.close()
-    second.close()
-
-
 def test_versions_must_grow_and_shapes_must_stay(publisher: BroadcastPublisher) -> None:
     publisher.publish(source(0, elements=10), 5)
     with pytest.raises(WeightSyncError, match="Version 5 was published after version 5"):
@@ -465,58 +408,113 @@ def test_news_travels_at_once_and_an_idle_receiver_costs_next_to_nothing(
 # --- real actor processes ---
 
 
-def test_a_killed_actor_stops_nobody_and_its_successor_joins(
-    carried: BroadcastPublisher, actors: list[Actor], transport: str
-) -> None:
-    for i, each in enumerate(actors):
-        each.join(carried.endpoint, f"actor-{i}", transport)
-    carried.publish(source(0), 0)
-    wait_for_all(carried, 0, 2)
-    slowest = 0.0
+GPUS = torch.cuda.device_count()
+ELSEWHERE = [f"cuda:{i}" for i in range(1, min(GPUS, 3))]
+PLACES = {
+    "shared memory": ("shared_memory", "cpu", ["cpu", "cpu"]),
+    "broadcast": (GLOO, "cpu", ["cpu", "cpu"]),
+    "one GPU": ("cuda_ipc", "cuda:0", ["cuda:0", "cuda:0"]),
+    "a GPU each": ("nccl", "cuda:0", ELSEWHERE),
+    "the learner's GPU and others": ("cuda_ipc", "cuda:0", ["cuda:0", *ELSEWHERE]),
+}
+"""Transport, device of the learner, devices of the actors."""
+
+
+class Fleet:
+    """A learner and its actors' processes, all of which have version 0."""
+
+    def __init__(self, folder: Path, place: str, actors: list[Actor]) -> None:
+        self.transport, self.device, self.devices = PLACES[place]
+        self.deadline = 5.0 if self.device.startswith("cuda") else 1.0
+        self.publisher = BroadcastPublisher(self.transport, folder, self.device, self.deadline)
+        self.actors, self.version = actors, -1
+        for number in range(len(actors)):
+            self.join(number)
+        self.publish()
+        wait_for_all(self.publisher, 0, len(actors), 2 * PATIENCE)
+
+    def join(self, number: int) -> None:
+        """Let an actor join, in a new process if its last one ended."""
+        if not self.actors[number].process.is_alive():
+            self.actors[number].end()
+            self.actors[number] = Actor()
+        endpoint, name = self.publisher.endpoint, f"actor-{number}"
+        self.actors[number].join(endpoint, name, self.transport, self.devices[number], self.deadline)
+
+    def publish(self) -> None:
+        """Publish one more version, for which the learner waits for nobody."""
+        self.version += 1
+        assert timed_publish(self.publisher, self.version, self.device) < 0.5
+
+    @property
+    def members(self) -> float:
+        return self.publisher.status()[m.WEIGHTS_MEMBERS]
+
+    def ends(self) -> None:
+        """Publish once more; all actors get it and leave."""
+        wait_for_all(self.publisher, self.version, len(self.actors))
+        self.publish()
+        for each in self.actors:
+            assert each.has(self.version)
+            assert each.ask("leave") == "left"
+        self.publisher.close()
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(x, marks=pytest.mark.gpu if "GPU" in x else []) for x in PLACES]
+)
+def place(request: pytest.FixtureRequest) -> str:
+    if request.param in list(PLACES)[3:] and GPUS < 2:
+        pytest.skip(f"{request.param} needs 2 GPUs, found {GPUS}")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def actors(place: str):
+    actors = [Actor() for _ in PLACES[place][2]]
+    yield actors
+    for each in actors:
+        each.end()
+
+
+@pytest.fixture
+def fleet(folder: Path, place: str, actors: list[Actor]):
+    fleet = Fleet(folder, place, actors)
+    yield fleet
+    fleet.publisher.close()
+
+
+def test_a_killed_actor_stops_nobody_and_its_successor_joins(fleet: Fleet) -> None:
+    *survivors, _ = fleet.actors
     for version in range(1, 60):
-        slowest = max(slowest, timed_publish(carried, version))
+        fleet.publish()
         if version == 30:
-            actors[1].signal(signal.SIGKILL)
-    assert slowest < 0.5
-    assert actors[0].has(59)
-    carried.wait_for_first(59, PATIENCE)
-    assert carried.status()[m.WEIGHTS_MEMBERS] == 1
-
-    actors[1].end()
-    actors[1] = Actor()
-    actors[1].join(carried.endpoint, "actor-1", transport)
-    assert actors[1].has(59)  # no new publish was needed
-    carried.publish(source(60), 60)
-    for each in actors:
-        assert each.has(60)
-    wait_for_all(carried, 60, 2)
-    for each in actors:
-        assert each.ask("leave") == "left"
+            fleet.actors[-1].signal(signal.SIGKILL)
+            fleet.actors[-1].process.join(PATIENCE)
+    for survivor in survivors:
+        assert survivor.has(59)
+    if survivors:
+        fleet.publisher.wait_for_first(59, PATIENCE)
+        assert fleet.members == len(survivors)
+    fleet.join(len(survivors))
+    assert fleet.actors[-1].has(59)  # No new publish was needed.
+    fleet.ends()
 
 
-def test_a_stopped_actor_is_left_behind_and_comes_back(
-    carried: BroadcastPublisher, actors: list[Actor], transport: str
-) -> None:
-    for i, each in enumerate(actors):
-        each.join(carried.endpoint, f"actor-{i}", transport)
-    carried.publish(source(0), 0)
-    wait_for_all(carried, 0, 2)
-    actors[1].signal(signal.SIGSTOP)
+def test_a_stopped_actor_is_left_behind_and_comes_back(fleet: Fleet) -> None:
+    *survivors, stopped = fleet.actors
+    stopped.signal(signal.SIGSTOP)
     try:
-        newest, until = 0, time.monotonic() + PATIENCE
-        while carried.status()[m.WEIGHTS_MEMBERS] == 2 and time.monotonic() < until:
-            newest += 1
-            assert timed_publish(carried, newest) < 0.5
-        assert carried.status()[m.WEIGHTS_MEMBERS] == 1
-        assert actors[0].has(newest)
+        until = time.monotonic() + 4 * fleet.deadline
+        while fleet.members == len(fleet.actors) and time.monotonic() < until:
+            fleet.publish()
+        assert fleet.members == max(1, len(survivors))
+        for survivor in survivors:
+            assert survivor.has(fleet.version)
     finally:
-        actors[1].signal(signal.SIGCONT)
-    assert actors[1].has(newest)
-    wait_for_all(carried, newest, 2)
-    carried.publish(source(newest + 1), newest + 1)
-    for each in actors:
-        assert each.ask(newest + 1) == (newest + 1, raw(policy(newest + 1)))
-        assert each.ask("leave") == "left"
+        stopped.signal(signal.SIGCONT)
+    assert stopped.has(fleet.version)
+    fleet.ends()
 
 
 def test_an_actor_keeps_its_weights_after_the_learner_closed(publisher: BroadcastPublisher) -> None:

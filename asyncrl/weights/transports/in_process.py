@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -38,13 +37,6 @@ class InProcessPublisher(Publisher):
         packing.require_same(weights.manifest, self.manifest, "the first publish")
         weights.write(self.views)
         self.version, self._seconds = version, time.monotonic() - begun
-
-    def wait_for_first(
-        self, version: int, timeout: float, stop_requested: Callable[[], bool] = lambda: False
-    ) -> None:
-        """Check that `version` was published."""
-        if self.version < version:
-            raise WeightSyncError(f"Version {version} was never published: publish before waiting for it.")
 
     def status(self) -> dict[Metric, float]:
         """Return the newest metrics `weights/*`."""
