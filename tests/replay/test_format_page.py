@@ -8,7 +8,7 @@ import numpy as np
 
 from asyncrl.replay.events import Ledger, read_entries
 from asyncrl.replay.store import EpisodeStore
-from support.format_page import run_program
+from support.pages import run_program
 from support.table_policy import episode
 
 

@@ -17,8 +17,8 @@ from asyncrl.replay_tools import files
 from asyncrl.storage import atomic
 from asyncrl.storage.untrusted import dataset_in
 from support.episodes import assert_same
-from support.format_page import run_program
 from support.group_damage import craft_group
+from support.pages import run_program
 from support.recorded_run import IDS, episode_of, open_store
 from support.replay import load
 

@@ -78,18 +78,9 @@ def _missing(run: Path, stored: dict[str, int]) -> set[str]:
 def marked(mark: str) -> list[str]:
     """Command lines of the processes with `mark` in their environment that still run."""
     found = []
-    for pid in marked_pids(mark):
-        with contextlib.suppress(OSError):  # Ended meanwhile.
-            found.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
-    return found
-
-
-def marked_pids(mark: str) -> list[int]:
-    """Ids of the processes with `mark` in their environment that still run."""
-    found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # Ended meanwhile, or somebody else's.
             environ, command = ((folder / name).read_bytes() for name in ("environ", "cmdline"))
             if f"{mark}\0".encode() in environ and command:
-                found.append(int(folder.name))
+                found.append(command.decode().replace("\0", " "))
     return found

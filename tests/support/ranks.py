@@ -7,6 +7,7 @@ and may return something that can be pickled; `run_ranks` returns what the ranks
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import pickle
 import sys
 import tempfile
@@ -18,7 +19,12 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
-from support.processes import FORKS
+FORKS = multiprocessing.get_context("forkserver")
+"""Its processes are forks of one whose slow imports are done; they have the environment of the tests' begin."""
+FORKS.set_forkserver_preload(
+    ["pytest", "torch.distributed.fsdp", "asyncrl.learner.fsdp", "asyncrl.learner.update"]
+    + ["asyncrl.learner.ranks", "asyncrl.weights.publisher", "asyncrl.weights.receiver"]
+)
 
 
 def run_ranks(

@@ -17,7 +17,7 @@ from asyncrl.messaging.sockets import private_folder
 from asyncrl.weights.interface import Receiver, WholeTensors
 from asyncrl.weights.publisher import BroadcastPublisher
 from asyncrl.weights.receiver import WeightReceiver
-from support.processes import FORKS
+from support.ranks import FORKS
 
 SHAPES = {"even": (4, 6), "odd": (5, 3), "one_row": (1, 7), "large": (257, 33), "line": (11,)}
 TYPES = dict.fromkeys(SHAPES, torch.bfloat16) | {"line": torch.float32}

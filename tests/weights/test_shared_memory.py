@@ -22,7 +22,7 @@ from asyncrl.weights.interface import WholeTensors
 from asyncrl.weights.publisher import BroadcastPublisher
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.transports.shared_memory import SharedMemoryTransport
-from support.processes import FORKS
+from support.ranks import FORKS
 from support.weights import PATIENCE, policy, swap_until
 
 NAME = "shared_memory"
