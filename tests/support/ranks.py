@@ -20,11 +20,10 @@ from queue import Empty
 from typing import Any
 
 FORKS = multiprocessing.get_context("forkserver")
-"""Its processes are forks of one whose slow imports are done; they have the environment of the tests' begin."""
-FORKS.set_forkserver_preload(
-    ["pytest", "torch.distributed.fsdp", "asyncrl.learner.fsdp", "asyncrl.learner.update"]
-    + ["asyncrl.learner.ranks", "asyncrl.weights.publisher", "asyncrl.weights.receiver"]
-)
+"""Its processes are forks of one whose slow imports are done, of the tests' first environment."""
+_LEARNER = ("asyncrl.learner.ranks", "asyncrl.learner.fsdp", "asyncrl.learner.update")
+_WEIGHTS = ("asyncrl.weights.publisher", "asyncrl.weights.receiver")
+FORKS.set_forkserver_preload(["pytest", "torch.distributed.fsdp", *_LEARNER, *_WEIGHTS])
 
 
 def run_ranks(
