@@ -15,7 +15,7 @@ CEILINGS = {
     "actors": (1150, 5),
     "commands": (2770, 14),
     "config": (1260, 7),
-    "devices": (640, 5),
+    "devices": (620, 5),
     "doctor": (1326, 7),
     "evaluation": (937, 5),
     "fitting": (3931, 15),
@@ -29,7 +29,7 @@ CEILINGS = {
     "rewards": (589, 5),
     "simulators": (4020, 21),
     "storage": (2435, 10),
-    "weights": (2340, 12),
+    "weights": (2225, 11),
     "worlds": (5550, 24),
 }
 """Package (empty: the top level) -> most lines and modules."""
