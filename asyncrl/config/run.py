@@ -16,7 +16,7 @@ from asyncrl.config.algorithm import (
     CriticSettings,
     check_recipe,
 )
-from asyncrl.config.bounds import SECONDS, SEEDS, AtLeast, Bounded, Within, check_path
+from asyncrl.config.bounds import SECONDS, SEEDS, AtLeast, Bounded, check_path
 from asyncrl.config.sections import (
     ActorSettings,
     EvaluationSettings,
@@ -80,11 +80,6 @@ class TrainConfig(Bounded):
     default a world's own: in its folder 'dataset', or shipped with it."""
     keyframes: bool = True
     """Use the keyframe files (*_kir.npy) of a folder of traj*.npy, which begin on the way to the goal."""
-    keyframe_share: Annotated[
-        float, Within(-1, 1, "it is a share of the groups.", "Use 0.5, or -1 for no share of their own.")
-    ] = -1.0
-    """Share of groups from key frames (`asyncrl fit keyframes`), whose episodes have the remaining decisions.
-    -1: key frames come as often as any start state."""
     checkpoint_every: Annotated[int, AtLeast(1, "it counts updates.", "Use 10.")] = 5
     """Updates between two checkpoints."""
     keep_checkpoints: Annotated[int, AtLeast(1, "the newest one must stay.", "Use 3.")] = 3

@@ -35,8 +35,6 @@ class ActorSettings(Bounded, section="actor."):
     success_frames: SuccessFrames = 1
     """Frames at --actor.success-threshold or above that make a success. A number k: the first k in a row.
     last: the last frame of a decision, so that a success must last until its end (docs/worlds.md)."""
-    max_respawns: int = 5
-    """Restarts of an actor that dies; one death more ends the run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,10 +60,6 @@ class ReplaySettings(Bounded, section="replay."):
         float, AtLeast(1, "imagining a group takes time.", "Use 300.", highest=SECONDS)
     ] = 300.0
     """Seconds without a decision of its actor until an incomplete group is given up and counted."""
-    heartbeat_timeout: Annotated[
-        float, AtLeast(3, "actors say every second that they are there.", "Use 30.", highest=SECONDS)
-    ] = 30.0
-    """Seconds without any sign of life after which an actor's open groups are given up."""
     keep_video_every: Annotated[int, AtLeast(0, "it counts groups.", "Use 0 for never.")] = 16
     """Keep all frames of each n-th group, for movies and `asyncrl replay export` with one sample per step; 0
     = never."""
@@ -148,8 +142,8 @@ class SimulatorSettings(Bounded, section="simulator."):
     workers: Annotated[
         int, AtLeast(0, "it counts processes.", "Use 0 for the actor's own.", highest=THREADS)
     ] = 0
-    """Simulator processes of each actor, which share its --actor.slots; LIBERO has one slot in each. 0: the
-    actor's own process simulates, while the policy waits."""
+    """Simulator processes of each actor, which share its --actor.slots, and of --evaluate-every (there at
+    least 1); LIBERO has one slot in each. 0: the actor's own process simulates, while the policy waits."""
     starts: Literal["random", "stored", "evaluation"] = "random"
     """Starts of episodes. random: drawn below the seeds of evaluations. stored: stored starts that no
     evaluation plays, from the 50th of each task on. evaluation: all stored starts, so that `asyncrl evaluate`
@@ -172,10 +166,6 @@ class EvaluationSettings(Bounded, section="evaluation."):
     """Simulator, or package.module:make; empty: the run's own, or the one of the start states' tasks."""
     simulator_settings: tuple[str, ...] = ()
     """Keywords of the simulator's class: key=value ..."""
-    workers: Annotated[
-        int, AtLeast(0, "it counts processes.", "Use 1, or 0 for none of its own.", highest=THREADS)
-    ] = 1
-    """Processes that simulate. LIBERO has one episode in each."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from asyncrl.storage import assets
 from asyncrl.storage.assets import simulator_named
 from asyncrl.weights.interface import Receiver
 from asyncrl.worlds.interface import World
-from asyncrl.worlds.start_states import StartStateStream, check_keyframes, check_pose, load_start_states
+from asyncrl.worlds.start_states import StartStateStream, check_elapsed, check_pose, load_start_states
 
 if TYPE_CHECKING:
     from asyncrl.actors.play import SimulatorBackend
@@ -105,7 +105,7 @@ def check_world_model(config: TrainConfig) -> WorldFiles:
     world, reward = _named(config)
     summary = world.check(config.imagination)
     starts = _starts(config, summary.image_size)
-    check_keyframes(starts, share=config.keyframe_share, max_decisions=config.actor.max_decisions)
+    check_elapsed(starts, config.actor.max_decisions)
     if getattr(world.kind, "needs_pose", False):
         for state in starts:
             check_pose(state)
@@ -189,7 +189,7 @@ def open_backend(
         files = check_simulator(config)
         return files.play(config, policy), TrainingStarts(files.spec, config.seed, config.simulator.starts)
     environment = build_world_model(config, device)
-    starts = StartStateStream(environment.starts, config.seed, config.keyframe_share)
+    starts = StartStateStream(environment.starts, config.seed)
     return build_imagination(config, policy, environment), starts
 
 

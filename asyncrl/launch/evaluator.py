@@ -113,7 +113,7 @@ class VersionPlayer:
         device: torch.device,
     ) -> None:
         self._config, self._plays, self._run_dir, self._device = config, plays, run_dir, device
-        self._pool = SimulatorPool(source, config.evaluation.workers)
+        self._pool = SimulatorPool(source, max(1, config.simulator.workers))
         self.close = self._pool.close
 
     def __call__(self, version: int, folder: Path | None) -> tuple[Evaluation, str, str]:

@@ -46,6 +46,7 @@ from asyncrl.storage import run_owner
 from asyncrl.storage.atomic import write_text
 from asyncrl.storage.untrusted import load_json
 
+MAX_RESPAWNS = 5  # restarts in a row of a child that dies; one death more ends the run
 SHUTDOWN_TIMEOUT_ACTOR: Final = 8.0
 """Seconds an actor rank gives its actor to end in order, with the run or when it was asked to stop."""
 LOOK_FROM_AFAR: Final = 1.0  # seconds between two looks, on another host, whether the run is over
@@ -106,7 +107,7 @@ def spawn_role(name: str, function: str, config: TrainConfig, info: RunInfo, arg
     """Start the child process `name` in `function(config, info, argument)`; the run's folder has its log."""
     log = Path(info.run_dir) / "logs" / f"{name}.log"
     target = f"asyncrl.launch.{function}"
-    return Supervisor(name, target, (config, info, argument), log, config.actor.max_respawns)
+    return Supervisor(name, target, (config, info, argument), log, MAX_RESPAWNS)
 
 
 def _wait_for_folder(run_dir: Path, mark: str, rank: int) -> None:

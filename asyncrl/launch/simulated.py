@@ -154,7 +154,7 @@ def check_simulator(config: TrainConfig) -> SimulatorFiles:
 _IDLE_IN_SIMULATORS: Final = (
     ("there is no world model that imagines", ("imagination",)),
     ("a simulator says itself what succeeds", ("reward", "reward-settings", "guard.kind")),
-    ("its starts are its own (--simulator.starts)", ("start-states", "keyframes", "keyframe-share")),
+    ("its starts are its own (--simulator.starts)", ("start-states", "keyframes")),
     ("there is no reward model whose scores are read", ("actor.success-threshold", "actor.success-frames")),
 )
 _IDLE_IN_WORLDS: Final = (("nothing is simulated in it", ("simulator",)),)
@@ -172,6 +172,8 @@ def refuse_idle(config: TrainConfig) -> None:
     default = flat(asdict(TrainConfig()))
     for flag, value in flat(asdict(config)).items():
         why = next((why for why, names in idle if {flag, flag.partition(".")[0]} & {*names}), "")
+        if flag == "simulator.workers" and config.evaluate_every:
+            continue  # The evaluator's too.
         if why and value != default[flag]:
             raise ConfigError(
                 f"--{flag} is set, but --world {config.world} is {kind}: {why}. Leave it out, or {instead}."

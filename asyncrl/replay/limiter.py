@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.sections import ReplaySettings
@@ -24,6 +25,9 @@ from asyncrl.replay.interface import (
     ReceiptStatus,
     RefusalCause,
 )
+
+HEARTBEAT_TIMEOUT: Final = 30.0
+"""Seconds without a sign of life (one a second is sent) after which an actor's open groups are given up."""
 
 
 @dataclass(kw_only=True)
@@ -59,8 +63,14 @@ class Limiter(GroupTable):
         self.filter_groups = algorithm.filter_groups
         self.sampling = SamplingParams(temperature=algorithm.temperature, top_k=algorithm.top_k)
         self.episode_format = episode_format
+<<<<<<< HEAD
         self.heartbeat_timeout = settings.heartbeat_timeout
         self.actors: defaultdict[str, Actor] = defaultdict(Actor)
+=======
+        self.heartbeat_timeout = HEARTBEAT_TIMEOUT
+        self._heartbeats: dict[str, float] = {}
+        self._progress: dict[str, float] = {}  # Actor -> time of its last reported decision.
+>>>>>>> 6a163ca8 (config: four settings fewer)
         self._listening_since = self.clock()
 
     def too_old(self, aged: Episode | OpenGroup | GroupFile, version: int) -> ReceiptStatus | None:

@@ -12,7 +12,6 @@ Contexts are left out when no start state has one, poses likewise, and ``elapsed
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -187,24 +186,8 @@ def start_state_at(states: Sequence[T], seed: int, n: int) -> T:
     return states[_shuffled(len(states), seed, round_number)[position]]
 
 
-def is_keyframe(state: StartState) -> bool:
-    """Return True for a start state with context frames: an episode that begins on the way."""
-    return len(state.context_frames) > 0
-
-
-def check_keyframes(states: Sequence[StartState], *, share: float, max_decisions: int) -> None:
-    """Check that episodes can begin at key frames as often as asked for, with decisions left to make."""
-    marked = [state for state in states if is_keyframe(state)]
-    if share > 0 and not marked:
-        raise ConfigError(
-            f"--keyframe-share is {share:g}, but no start state is a key frame. Add some to --start-states "
-            "(`asyncrl fit keyframes`), or leave it out."
-        )
-    if 0 <= share < 1 and len(marked) == len(states):
-        raise ConfigError(
-            f"--keyframe-share is {share:g}, but all {len(states)} start states are key frames. Add ordinary "
-            "ones to --start-states (`asyncrl fit starts`), or set it to 1."
-        )
+def check_elapsed(states: Sequence[StartState], max_decisions: int) -> None:
+    """Check that episodes which begin on the way have decisions left to make."""
     late = next((state for state in states if max_decisions and state.elapsed >= max_decisions), None)
     if late is not None:
         raise ConfigError(
@@ -216,28 +199,13 @@ def check_keyframes(states: Sequence[StartState], *, share: float, max_decisions
 class StartStateStream:
     """An endless list of start states whose n-th element depends on `seed` and n only."""
 
-    def __init__(self, states: Sequence[StartState], seed: int, keyframe_share: float = -1.0) -> None:
-        """Make a stream with a share of key frames, spread evenly; -1: every state comes alike."""
+    def __init__(self, states: Sequence[StartState], seed: int) -> None:
         if not states:
             raise AssetError("a stream of start states needs at least one. Set --start-states.")
-        self.seed, self.share = seed, keyframe_share
-        mixed = keyframe_share < 0
-        self.keyframes = [] if mixed else [state for state in states if is_keyframe(state)]
-        self.ordinary = list(states) if mixed else [state for state in states if not is_keyframe(state)]
-
-    @property
-    def states(self) -> list[StartState]:
-        """Return all possible elements."""
-        keyframes = self.keyframes if self.share > 0 else []
-        return [*(self.ordinary if self.share < 1 or not keyframes else []), *keyframes]
+        self.states, self.seed = list(states), seed
 
     def __getitem__(self, n: int) -> StartState:
-        if self.share <= 0 or not self.keyframes:
-            return start_state_at(self.ordinary, self.seed, n)
-        before = math.floor(n * self.share)  # Key frames among the first n.
-        if math.floor((n + 1) * self.share) > before:
-            return start_state_at(self.keyframes, self.seed, before)
-        return start_state_at(self.ordinary, self.seed, n - before)
+        return start_state_at(self.states, self.seed, n)
 
     def left(self, quarantined: Collection[str]) -> int:
         """Count the start states that are not quarantined."""

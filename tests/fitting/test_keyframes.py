@@ -16,13 +16,7 @@ from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.starts import keyframe_states, keyframes
 from asyncrl.records import StartState
-from asyncrl.worlds.start_states import (
-    StartStateStream,
-    check_keyframes,
-    is_keyframe,
-    load_start_states,
-    save_start_states,
-)
+from asyncrl.worlds.start_states import StartStateStream, check_elapsed, load_start_states, save_start_states
 from support.recorded import recorded_spec, write_recorded
 from support.tiny_models import start_state
 
@@ -121,44 +115,13 @@ def states(ordinary: int, marked: int, elapsed: int = 2) -> list[StartState]:
     return [*(start_state(n, 8) for n in range(ordinary)), *on_the_way]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.25, 1 / 3, 0.5, 0.9, 1.0])
-def test_the_share_holds_at_every_moment_and_each_kind_comes_in_turns(share: float) -> None:
-    stream = StartStateStream(states(5, 3), seed=7, keyframe_share=share)
-    marked = [is_keyframe(stream[n]) for n in range(300)]
-    for count in range(1, 301):
-        assert abs(sum(marked[:count]) - share * count) < 1
-    for kind, size in ((True, 3), (False, 5)):
-        names = [stream[n].name for n in range(300) if marked[n] == kind]
-        turns = [set(names[at : at + size]) for at in range(0, len(names) - size, size)]
-        assert all(len(turn) == size for turn in turns)
-    again = StartStateStream(states(5, 3), seed=7, keyframe_share=share)
-    assert again[250].name == stream[250].name
-    assert len(stream.states) == stream.left([]) == {0.0: 5, 1.0: 3}.get(share, 8)
-
-
-def test_without_a_share_every_state_comes_alike() -> None:
+def test_key_frames_come_as_often_as_any_start_state() -> None:
     stream = StartStateStream(states(5, 3), seed=7)
     assert Counter(stream[n].name for n in range(80)) == Counter({s.name: 10 for s in states(5, 3)})
+    assert stream.left([]) == 8
 
 
-@pytest.mark.parametrize(
-    ("some", "share", "decisions", "message"),
-    [
-        (states(3, 0), 0.5, 6, "no start state is a key frame"),
-        (states(0, 3), 0.5, 6, "all 3 start states are key frames"),
-        (states(0, 3), 0.0, 6, "all 3 start states are key frames"),
-        (states(1, 1, elapsed=6), -1.0, 6, "begins after 6 decisions, but an episode ends after"),
-    ],
-)
-def test_a_share_that_cannot_be_is_refused(
-    some: list[StartState], share: float, decisions: int, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_keyframes(some, share=share, max_decisions=decisions)
-
-
-def test_what_can_be_passes() -> None:
-    check_keyframes(states(3, 0), share=0.0, max_decisions=6)
-    check_keyframes(states(0, 3), share=1.0, max_decisions=6)
-    check_keyframes(states(2, 2), share=0.5, max_decisions=3)
-    check_keyframes(states(1, 1, elapsed=9), share=-1.0, max_decisions=0)
+def test_a_key_frame_with_no_decision_left_is_refused() -> None:
+    with pytest.raises(ConfigError, match="begins after 6 decisions, but an episode ends after"):
+        check_elapsed(states(1, 1, elapsed=6), 6)
+    check_elapsed(states(1, 1, elapsed=2), 3)

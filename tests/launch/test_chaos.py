@@ -55,7 +55,6 @@ class Chaos:
             "checkpoint-every": 2,
             "replay.max-lag": MAX_LAG,
             "replay.max-gigabytes": 8,
-            "actor.max-respawns": 1000,
             "weights.timeout": 20,
         }
         more = [text for name, value in settings.items() for text in (f"--{name}", str(value))]

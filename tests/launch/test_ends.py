@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,23 @@ from asyncrl.config.sections import OptimizerSettings
 from asyncrl.launch import console
 from asyncrl.observability import process_status
 from asyncrl.storage import checkpoint
-from support import ROOT
-from support.whole_runs import TORCHRUN, TRAIN, Program, left_over, reach, rows
+from support.whole_runs import TORCHRUN, Program, left_over, reach, rows
 
-FRAGILE = ["--updates", "100000", "--checkpoint-every", "100000", "--actor.max-respawns", "0"]
+FRAGILE = ["--updates", "100000", "--checkpoint-every", "100000"]
+PATCHED = """
+from asyncrl.cli import torchrun_main
+from asyncrl.launch import followers
+if __name__ == "__main__":
+    followers.MAX_RESPAWNS = 0
+    torchrun_main()
+"""
+
+
+@pytest.fixture
+def fragile(tmp_path: Path) -> Path:
+    """A program that trains, and ends with the first death of an actor."""
+    (tmp_path / "fragile.py").write_text(PATCHED)
+    return tmp_path / "fragile.py"
 
 
 def actor_of(run: Path) -> int:
@@ -46,10 +60,12 @@ def test_a_filter_that_leaves_nothing_ends_the_run_well(
 @pytest.mark.multiprocess
 @pytest.mark.timeout(120)
 def test_an_actor_that_dies_too_often_ends_the_run_with_what_was_learned(
-    flags: list[str], tmp_path: Path
+    flags: list[str], tmp_path: Path, fragile: Path
 ) -> None:
     run = tmp_path / "run"
-    with Program(tmp_path, "said", [*TRAIN, *flags, *FRAGILE, "--run-dir", str(run)]) as program:
+    with Program(
+        tmp_path, "said", [sys.executable, str(fragile), *flags, *FRAGILE, "--run-dir", str(run)]
+    ) as program:
         reach(run, 2, program.process, 60)
         os.kill(actor_of(run), signal.SIGKILL)
         errors = program.ends(1)
@@ -66,11 +82,11 @@ def test_an_actor_that_dies_too_often_ends_the_run_with_what_was_learned(
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("placement", ["learner=0,actor=1", "learner=0-1,actor=1"])
 def test_rank_0_saves_when_the_actor_of_another_rank_dies_too_often(
-    flags: list[str], tmp_path: Path, placement: str
+    flags: list[str], tmp_path: Path, fragile: Path, placement: str
 ) -> None:
     run = tmp_path / "run"
     ends = [*FRAGILE, "--placement", placement, "--algorithm.groups-per-update", "2", "--run-dir", str(run)]
-    start = [*TORCHRUN, "--nproc-per-node", "2", str(ROOT / "torchrun_scripts" / "train.sh")]
+    start = [*TORCHRUN, "--nproc-per-node", "2", str(fragile)]
     with Program(tmp_path, "said", [*start, *flags, *ends]) as program:
         reach(run, 2, program.process, 90)
         os.kill(actor_of(run), signal.SIGKILL)

@@ -171,7 +171,7 @@ def test_settings_of_a_published_policy_are_not_said_of_checkpoints(flags, tmp_p
         evaluate_every=2,
         policy=str(policy),
         policy_settings=("norm_key=libero",),
-        evaluation=EvaluationSettings(episodes=1, workers=0),
+        evaluation=EvaluationSettings(episodes=1),
     )
     player = VersionPlayer(config, *plan(config, files_with(*TASKS[:2])), tmp_path, torch.device("cpu"))
     try:

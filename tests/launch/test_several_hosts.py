@@ -57,7 +57,7 @@ class Job:
         self.tmp_path, self.run, self.hosts = tmp_path, tmp_path / "run", hosts
         (tmp_path / "said").mkdir(exist_ok=True)
         start = len(list((tmp_path / "said").iterdir()))
-        self.arguments = [*arguments, "--run-dir", str(self.run), "--replay.heartbeat-timeout", "5"]
+        self.arguments = [*arguments, "--run-dir", str(self.run)]
         self.more, self.ranks = {"nnodes": str(count)} | more, ranks or (1,) * count
         self.programs = [self.start(number, f"said/{start}-{number}") for number in range(1, count + 1)]
 

@@ -25,7 +25,6 @@ from support.episodes import make_episode
 from support.replay import Clock, make_limiter, make_replay
 from support.replay_server import CONFIG, ScriptedSocket, acquire, push_group, until
 
-QUICK = replace(CONFIG, replay=ReplaySettings(max_lag=1, heartbeat_timeout=3.0))
 SETTINGS = JoinSettings(config='{"long": "' + 10_000 * "x" + '"}', weights="tcp://10.0.0.5:5556")
 
 
@@ -35,9 +34,9 @@ class Run:
     def __init__(self, folder: Path, endpoint: str) -> None:
         self.stop, ready, self.endpoint = Event(), Event(), endpoint
         more = {"stop_event": self.stop, "ready": ready.set, "settings": SETTINGS}
-        self.thread = Thread(
-            target=serve_replay, args=(open_run_replay(folder, QUICK), endpoint), kwargs=more
-        )
+        replay = open_run_replay(folder, replace(CONFIG, replay=ReplaySettings(max_lag=1)))
+        replay.state.limiter.heartbeat_timeout = 3.0
+        self.thread = Thread(target=serve_replay, args=(replay, endpoint), kwargs=more)
         self.thread.start()
         assert ready.wait(10)
         self.learner = ZmqLearnerPort(endpoint)

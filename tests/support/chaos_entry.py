@@ -16,6 +16,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from asyncrl.errors import SampleTimeout
+from asyncrl.launch import followers
 from asyncrl.messaging.wire import Message
 from asyncrl.records import Episode
 from asyncrl.replay.client import Outbox, ZmqLearnerPort
@@ -91,6 +92,7 @@ if "CHAOS_NOTES" in os.environ:  # Not when something merely looks at this file.
     batches = Batches()
     ZmqLearnerPort.choose = batches.note_choice(ZmqLearnerPort.choose)
     ZmqLearnerPort.fetch = batches.note_batch(ZmqLearnerPort.fetch)
+    followers.MAX_RESPAWNS = 1000
 
 if __name__ == "__main__":
     from asyncrl.cli import torchrun_main
