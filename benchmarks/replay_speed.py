@@ -29,8 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncrl.config.loading import overlay
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import TrainConfig, overlay
 from asyncrl.episode_layout import episode_arrays
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.messaging.episode_codec import as_bytes

@@ -155,7 +155,7 @@ def run_cell(grid: RunGrid, cell: Cell, until: float) -> str:
     if began > until:
         return "not started: out of time"
     from asyncrl.commands import evaluate
-    from asyncrl.config.loading import parse
+    from asyncrl.config.run import parse
     from asyncrl.errors import RunError
     from asyncrl.launch.train import run
 

@@ -19,7 +19,7 @@ import tyro
 from asyncrl.commands import COMMANDS
 from asyncrl.commands.doctor import SimulatorConfig
 from asyncrl.commands.small import arguments_of
-from asyncrl.config.loading import parse, split_files
+from asyncrl.config.run import parse, split_files
 from asyncrl.errors import ConfigError
 from support import ROOT
 

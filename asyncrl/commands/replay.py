@@ -111,8 +111,7 @@ class Imagine(ReplayCommand):
         return int("differs" in verdicts)
 
     def _run(self) -> tuple[Path, TrainConfig]:
-        from asyncrl.config.loading import load_file
-        from asyncrl.config.run import TrainConfig
+        from asyncrl.config.run import TrainConfig, load_file
         from asyncrl.launch.named_models import refuse_foreign_code
         from asyncrl.registry import MODELS
 

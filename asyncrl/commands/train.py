@@ -10,8 +10,7 @@ from typing import Final
 
 from asyncrl import __version__
 from asyncrl.config.help import DRY_RUN, TRAIN, ShortHelp
-from asyncrl.config.loading import gone_settings, load_file, parse, split_files, to_toml
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import TrainConfig, gone_settings, load_file, parse, split_files, to_toml
 from asyncrl.errors import ConfigError
 from asyncrl.launch.job import Hosts, read_job
 from asyncrl.launch.placement import checked_placement, ranks_named, sizes_of_hosts

@@ -22,10 +22,6 @@ MOST: Final = 10**9
 SECONDS: Final = 10**6
 """Longest time: eleven days. Timers of the system count milliseconds in 32 bits."""
 THREADS: Final = 1024
-LONGEST_NAME: Final = 255
-"""Bytes of a file's name."""
-LONGEST_PATH: Final = 3500
-"""Bytes of the path of a run or model: Linux takes 4,095, and files lie below it."""
 PIXELS: Final = 4096
 SEEDS: Final = 2**63 - 1
 """Largest seed: generators take 64 bits."""
@@ -66,6 +62,7 @@ class Positive(Within):
         super().__init__(0, highest, why, remedy, open_below=True)
 
 
+_NO_TEXT: Final = {"\0", *map(chr, range(0xD800, 0xE000))}  # NUL and halves of characters
 _ANY: Final = Within(-MOST, MOST, "it is no number, or too small.", "Use another one.")
 
 
@@ -87,38 +84,20 @@ class Bounded:
             value: Any = getattr(self, field.name)
             for part in value if isinstance(value, tuple) else (value,):
                 if isinstance(part, str | Path):
-                    _check_text(flag, str(part))
+                    if not _NO_TEXT.isdisjoint(str(part)):
+                        raise ConfigError(
+                            f"--{flag} is {shown(ascii(part))}, which has a byte that is not UTF-8 text. "
+                            "Write it anew."
+                        )
                 elif isinstance(part, int | float):
                     for bound in bounds[field.name] or (_ANY,):
                         bound.check(flag, part)
-
-
-def check_path(flag: str, text: str) -> None:
-    """Raise `ConfigError` for a path that no file system takes."""
-    parts = [len(part.encode()) for part in text.split("/")]
-    if max(parts) > LONGEST_NAME or sum(parts) > LONGEST_PATH:
-        raise ConfigError(
-            f"--{flag} is {shown(text)}, with a name of {max(parts)} bytes and {sum(parts)} in all, but a "
-            f"file's name has at most {LONGEST_NAME} and a path {LONGEST_PATH}. Choose a shorter one."
-        )
 
 
 def shown(value: object) -> str:
     """Format a value in at most 40 characters."""
     text = str(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def _check_text(flag: str, text: str) -> None:
-    """Refuse a text that can be neither a file's name nor JSON."""
-    try:
-        valid = b"\0" not in text.encode()
-    except UnicodeEncodeError:
-        valid = False
-    if not valid:
-        raise ConfigError(
-            f"--{flag} is {shown(ascii(text))}, which has a byte that is not UTF-8 text. Write it anew."
-        )
 
 
 def _refuse(flag: str, value: float, why: str) -> typing.NoReturn:

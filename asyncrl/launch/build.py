@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-from asyncrl.config.loading import load_file
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import TrainConfig, load_file
 from asyncrl.config.sections import WorldDefaults
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
 from asyncrl.devices.tensors import take_device, use_compiler_cache

@@ -20,8 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from asyncrl.config.loading import load_file
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import TrainConfig, load_file
 from asyncrl.errors import ConfigError
 from asyncrl.launch import endpoints
 from asyncrl.launch.children import ChildProcesses, Supervisor

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple
 
 from asyncrl.config.bounds import THREADS, AtLeast, Bounded
-from asyncrl.config.loading import overlay
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import TrainConfig, overlay
 from asyncrl.errors import AttemptEnded, ConfigError
 from asyncrl.launch.children import log_errors
 from asyncrl.messaging.keys import ClientKeys, load_client_keys

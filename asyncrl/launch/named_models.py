@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from asyncrl import registry
-from asyncrl.config.loading import load_file
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import TrainConfig, load_file
 from asyncrl.devices.float8 import check_device
 from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
 from asyncrl.evaluation.evaluate import simulator_of_tasks

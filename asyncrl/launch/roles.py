@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from asyncrl.config.loading import to_json
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import TrainConfig, to_json
 from asyncrl.launch import endpoints
 from asyncrl.launch.job import Job, RunInfo, read_job
 from asyncrl.launch.placement import RELAYED, Placement, parse_placement, threads_of_actor, transport_of

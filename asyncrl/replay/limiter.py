@@ -63,14 +63,8 @@ class Limiter(GroupTable):
         self.filter_groups = algorithm.filter_groups
         self.sampling = SamplingParams(temperature=algorithm.temperature, top_k=algorithm.top_k)
         self.episode_format = episode_format
-<<<<<<< HEAD
-        self.heartbeat_timeout = settings.heartbeat_timeout
-        self.actors: defaultdict[str, Actor] = defaultdict(Actor)
-=======
         self.heartbeat_timeout = HEARTBEAT_TIMEOUT
-        self._heartbeats: dict[str, float] = {}
-        self._progress: dict[str, float] = {}  # Actor -> time of its last reported decision.
->>>>>>> 6a163ca8 (config: four settings fewer)
+        self.actors: defaultdict[str, Actor] = defaultdict(Actor)
         self._listening_since = self.clock()
 
     def too_old(self, aged: Episode | OpenGroup | GroupFile, version: int) -> ReceiptStatus | None:

@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl import __version__
-from asyncrl.config.loading import existing_settings, to_json
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import TrainConfig, existing_settings, to_json
 from asyncrl.errors import ConfigError, first_line
 from asyncrl.observability import metrics_training as m
 from asyncrl.storage import run_owner

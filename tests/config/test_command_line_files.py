@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings
-from asyncrl.config.loading import load_file, load_files, parse, split_files, to_json, to_toml
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import TrainConfig, load_file, load_files, parse, split_files, to_json, to_toml
 from asyncrl.config.sections import ActorSettings, ReplaySettings
 from asyncrl.errors import ConfigError
 

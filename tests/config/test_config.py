@@ -11,8 +11,7 @@ import pytest
 
 from asyncrl import registry
 from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings, idle_settings
-from asyncrl.config.loading import gone_settings, load_file, overlay, parse, to_json
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import TrainConfig, gone_settings, load_file, overlay, parse, to_json
 from asyncrl.config.sections import (
     ActorSettings,
     GuardSettings,

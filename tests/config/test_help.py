@@ -10,8 +10,7 @@ import pytest
 from asyncrl import cli
 from asyncrl.commands import audit, collect, convert, doctor, evaluate
 from asyncrl.config.help import TRAIN, WIDTH
-from asyncrl.config.loading import parse
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import TrainConfig, parse
 
 SETTINGS = {
     "train": (TRAIN, TrainConfig()),

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from asyncrl.config.loading import load_file
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import TrainConfig, load_file
 from asyncrl.config.sections import LearnerSettings, LoraSettings
 from asyncrl.devices.float8 import saved_bytes
 from asyncrl.doctor.checks import Sizes

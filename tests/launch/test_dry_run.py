@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncrl import cli
-from asyncrl.config.loading import load_file, parse
+from asyncrl.config.run import load_file, parse
 from asyncrl.doctor.checks import CHECKS
 from support.run_folders import contents
 from support.whole_runs import exit_code

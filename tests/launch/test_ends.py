@@ -12,8 +12,7 @@ import pytest
 
 from asyncrl import cli
 from asyncrl.commands.train import read_settings
-from asyncrl.config.loading import to_json
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import TrainConfig, to_json
 from asyncrl.config.sections import OptimizerSettings
 from asyncrl.launch import console
 from asyncrl.observability import process_status

@@ -10,8 +10,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from asyncrl.config.algorithm import AlgorithmSettings
-from asyncrl.config.loading import to_json
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import TrainConfig, to_json
 from asyncrl.config.sections import LoraSettings, OptimizerSettings
 from asyncrl.errors import CheckpointError
 from asyncrl.evaluation import run_checkpoints

@@ -16,8 +16,7 @@ import torch
 
 from asyncrl import cli
 from asyncrl.commands.replay import main as inspect_replay
-from asyncrl.config.loading import load_file
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import TrainConfig, load_file
 from asyncrl.errors import ConfigError
 from asyncrl.launch.environment import check_environment, with_world_defaults
 from asyncrl.launch.named_models import build_policy, policy_chunk

@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from asyncrl import cli
-from asyncrl.config.loading import load_file, parse
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import TrainConfig, load_file, parse
 from asyncrl.doctor.checks import Examination, Verdict
 from asyncrl.doctor.models import check_models
 from asyncrl.observability import metrics_system as r

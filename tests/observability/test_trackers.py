@@ -12,8 +12,7 @@ import time
 import pytest
 from PIL import Image
 
-from asyncrl.config.loading import to_json
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import TrainConfig, to_json
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
@@ -189,7 +188,7 @@ def test_a_tracker_of_a_run_that_was_killed_sends_what_is_there_and_ends(tmp_pat
     run = tmp_path / "run"
     program = (
         "import io, os, sys, time; from pathlib import Path\n"
-        "from asyncrl.config.loading import to_json; from asyncrl.config.run import TrainConfig\n"
+        "from asyncrl.config.run import to_json; from asyncrl.config.run import TrainConfig\n"
         "from asyncrl.observability import metrics_training as m\n"
         "from asyncrl.observability.logger import MetricsLogger\n"
         "from asyncrl.observability.trackers import Trackers\n"

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncrl.config.loading import parse
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import TrainConfig, parse
 from asyncrl.config.sections import LearnerSettings, LoraSettings
 from asyncrl.devices.float8 import FrozenFloat8Linear
 from asyncrl.errors import ConfigError

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config.loading import overlay
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import TrainConfig, overlay
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import metrics_system as m
 from asyncrl.replay.replay import Replay

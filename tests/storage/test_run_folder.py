@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.loading import load_file
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import TrainConfig, load_file
 from asyncrl.errors import ConfigError
 from asyncrl.storage import run_folder, run_owner
 from asyncrl.storage.run_folder import State, newest_rows, runs_in, summarise

@@ -10,8 +10,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.loading import to_json
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import TrainConfig, to_json
 
 KILLED = """
 import os, signal, sys

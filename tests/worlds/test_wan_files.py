@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from asyncrl.config.loading import parse
-from asyncrl.config.run import TrainConfig
+from asyncrl.config.run import TrainConfig, parse
 from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import CheckpointError
 from asyncrl.launch.console import world_line
