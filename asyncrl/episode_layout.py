@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, Final
@@ -92,14 +92,13 @@ RESERVED: Final = frozenset(
 """Names that no array of a sample can have: fields of `Episode` and tables of its file."""
 
 
-def schema_version(sample: Iterable[str], *, counted: bool = False) -> int:
-    """Return the schema version of an episode; `counted`: it has `steps_taken`."""
-    return COUNTED_SCHEMA_VERSION if counted else SCHEMA_VERSIONS[set(sample) != set(TOKENS)]
-
-
 def version_of(episode: Episode) -> int:
     """Return an episode's schema version."""
-    return schema_version(episode.sample, counted=episode.steps_taken != UNKNOWN_LENGTH)
+    return _version(episode.sample, episode.steps_taken != UNKNOWN_LENGTH)
+
+
+def _version(sample: Iterable[str], counted: bool) -> int:
+    return COUNTED_SCHEMA_VERSION if counted else SCHEMA_VERSIONS[set(sample) != set(TOKENS)]
 
 
 def scalar_types(version: int) -> dict[str, type]:
@@ -129,30 +128,18 @@ def sample_specs(found: Iterable[tuple[Any, Any, Any]]) -> dict[str, ArraySpec]:
     return specs
 
 
-def array_specs(
-    sample: Mapping[str, ArraySpec], optional: Iterable[str] = (), *, counted: bool = False
-) -> dict[str, ArraySpec]:
-    """Return the arrays of an episode, in wire and file order; raises ValueError if some do not fit."""
-    others = {name: EPISODE_ARRAYS[name] for name in _OTHERS}
-    named = list(optional)
-    if named or counted:
-        _check_optional(sample, named, counted)
-    return {_IMAGES: EPISODE_ARRAYS[_IMAGES], **sample, **others} | {n: OPTIONAL_ARRAYS[n] for n in named}
-
-
-def _check_optional(sample: Iterable[str], named: list[str], counted: bool) -> None:
-    known = [name for name in OPTIONAL_ARRAYS if name in named]
-    if known != named:
-        raise ValueError(
-            f"{', '.join(map(str, named))} are not {', '.join(OPTIONAL_ARRAYS)}, or some of them"
-        )
-    if named and not counted:
-        raise ValueError(f"{named[0]} belongs to episodes that say how many steps were taken")
-    if taken := sorted(OPTIONAL_ARRAYS.keys() & set(sample)):
+def _array_specs(sample: Mapping[str, ArraySpec], optional: list[str], counted: bool) -> dict[str, ArraySpec]:
+    if [name for name in OPTIONAL_ARRAYS if name in optional] != optional:
+        raise ValueError(f"{', '.join(optional)} are not {', '.join(OPTIONAL_ARRAYS)}, or some of them")
+    if optional and not counted:
+        raise ValueError(f"{optional[0]} belongs to episodes that say how many steps were taken")
+    if counted and (taken := sorted(OPTIONAL_ARRAYS.keys() & sample.keys())):
         raise ValueError(f"{taken[0]} cannot be the name of a sample's array: it is taken")
     for one, final in (("more_frames", "final_more_frames"), ("states", "final_state")):
-        if (one in named) != (final in named):
+        if (one in optional) != (final in optional):
             raise ValueError(f"{one} and {final} belong together, but one of them is missing")
+    first, *others = EPISODE_ARRAYS.items()
+    return dict([first, *sample.items(), *others, *((name, OPTIONAL_ARRAYS[name]) for name in optional)])
 
 
 def parse_specs(found: Sequence[tuple[str, Any, Any]], version: int) -> dict[str, ArraySpec]:
@@ -161,11 +148,8 @@ def parse_specs(found: Sequence[tuple[str, Any, Any]], version: int) -> dict[str
     counted = version == COUNTED_SCHEMA_VERSION
     optional = [name for name in names if counted and name in OPTIONAL_ARRAYS]
     sample = sample_specs(entry for entry in found if entry[0] not in {*EPISODE_ARRAYS, *optional})
-    specs = array_specs(sample, optional, counted=counted)
-    if list(specs) != names or version not in (
-        schema_version(sample, counted=counted),
-        DROPPED_FIELDS_VERSION,
-    ):
+    specs = _array_specs(sample, optional, counted)
+    if list(specs) != names or version not in (_version(sample, counted), DROPPED_FIELDS_VERSION):
         raise ValueError(f"its arrays {', '.join(names)!s:.500} are not those of its schema version")
     for (name, dtype, _), spec in zip(found, specs.values(), strict=True):
         if dtype != spec.dtype:
@@ -192,13 +176,13 @@ def optional_of(episode: Episode) -> tuple[str, ...]:
 
 
 def specs_of(episode: Episode) -> dict[str, ArraySpec]:
-    """Return the arrays of an episode, in wire and file order; raises as `array_specs`."""
+    """Return the arrays of an episode, in wire and file order; or raise ValueError."""
     sample = sample_specs((name, array.dtype.name, array.shape) for name, array in episode.sample.items())
-    return array_specs(sample, optional_of(episode), counted=episode.steps_taken != UNKNOWN_LENGTH)
+    return _array_specs(sample, list(optional_of(episode)), episode.steps_taken != UNKNOWN_LENGTH)
 
 
 def episode_arrays(episode: Episode) -> dict[str, NDArray[Any]]:
-    """Return all arrays of an episode by name, in wire and file order, as in `array_specs`."""
+    """Return all arrays of an episode by name, in wire and file order."""
     others = {name: getattr(episode, name) for name in (*_OTHERS, *optional_of(episode))}
     return {_IMAGES: getattr(episode, _IMAGES), **episode.sample, **others}
 
@@ -219,12 +203,7 @@ def decision_layout(episode: Episode) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 def problem_with(episode: Episode) -> str | None:
     """Return why an episode is inconsistent in types, shapes, numbers or its end; None if it is sound."""
-    return (
-        problem_with_shapes(episode)
-        or _problem_with_counts(episode)
-        or _problem_with_numbers(episode)
-        or _problem_with_end(episode)
-    )
+    return problem_with_shapes(episode) or next(_problems(episode), None)
 
 
 def problem_with_shapes(episode: Episode) -> str | None:
@@ -241,50 +220,39 @@ def problem_with_shapes(episode: Episode) -> str | None:
     return None
 
 
-def _problem_with_counts(episode: Episode) -> str | None:
-    decisions, chunk = episode.rewards.shape
-    drawn = decisions * chunk if episode.steps_taken == UNKNOWN_LENGTH else episode.steps_taken
-    if decisions < 1 or len(episode.video) not in (0, drawn):
-        return f"{decisions} decisions and {len(episode.video)} video frames do not belong together"
+def _problems(episode: Episode) -> Iterator[str]:
+    (decisions, chunk), taken = episode.rewards.shape, episode.steps_taken
+    unknown, films = taken == UNKNOWN_LENGTH, len(episode.video)
+    if decisions < 1 or films not in (0, decisions * chunk if unknown else taken):
+        yield f"{decisions} decisions and {films} video frames do not belong together"
     if not 0 <= episode.member < episode.group_size:
-        return f"member {episode.member} of a group of {episode.group_size}"
-    return None
-
-
-def _problem_with_numbers(episode: Episode) -> str | None:
+        yield f"member {episode.member} of a group of {episode.group_size}"
     named = {name: getattr(episode, name) for name in ("logprobs", "actions", "rewards")}
     named |= {name: getattr(episode, name) for name in optional_of(episode) if "state" in name}
     named |= {name: array for name, array in episode.sample.items() if array.dtype.kind == "f"}
     for name, array in named.items():
         if not (np.abs(array) <= MAX_NUMBER).all():  # False for nan too.
-            return f"{name} holds a number that is not finite, or beyond {MAX_NUMBER:g}"
+            yield f"{name} holds a number that is not finite, or beyond {MAX_NUMBER:g}"
     scores, values, tokens = episode.success_scores, episode.values, episode.sample.get("tokens")
     if not ((scores >= 0) & (scores <= 1)).all():
-        return f"success_scores are probabilities, but lie in {scores.min():g}..{scores.max():g}"
+        yield f"success_scores are probabilities, but lie in {scores.min():g}..{scores.max():g}"
     if not (np.isnan(values).all() or (np.abs(values) <= MAX_NUMBER).all()):
-        return f"values must all be finite and at most {MAX_NUMBER:g}, or all nan where there is no critic"
+        yield f"values must all be finite and at most {MAX_NUMBER:g}, or all nan where there is no critic"
     if tokens is not None and (episode.logprobs > 0).any():
-        return "log-probs of tokens must be at most 0"
+        yield "log-probs of tokens must be at most 0"
     if tokens is not None and ((tokens < 0).any() or (tokens > 255).any()):
-        return "action tokens must lie in 0..255"
+        yield "action tokens must lie in 0..255"
     if (episode.policy_versions < 0).any():
-        return "policy versions must not be negative"
+        yield "policy versions must not be negative"
     if not (math.isfinite(episode.temperature) and episode.temperature >= 0) or episode.top_k < 0:
-        return f"temperature {episode.temperature} and top_k {episode.top_k} cannot have been sampled with"
-    return None
-
-
-def _problem_with_end(episode: Episode) -> str | None:
-    decisions, chunk = episode.rewards.shape
+        yield f"temperature {episode.temperature} and top_k {episode.top_k} cannot have been sampled with"
     if episode.end_reason not in END_REASONS:
-        return f"end_reason is {episode.end_reason!r}, expected one of {', '.join(END_REASONS)}"
-    if episode.steps_taken == UNKNOWN_LENGTH:
-        if episode.end_reason == "terminated":
-            return "end_reason is 'terminated', but it does not say how many steps were taken"
-        if episode.success and not (episode.rewards[-1] > 0).any():
-            return "end_reason is 'success', but no step of the last decision has a positive reward"
-    elif not (decisions - 1) * chunk < episode.steps_taken <= decisions * chunk:
-        return f"{episode.steps_taken} steps were taken in {decisions} decisions of {chunk}"
+        yield f"end_reason is {episode.end_reason!r}, expected one of {', '.join(END_REASONS)}"
+    if unknown and episode.end_reason == "terminated":
+        yield "end_reason is 'terminated', but it does not say how many steps were taken"
+    if unknown and episode.success and not (episode.rewards[-1] > 0).any():
+        yield "end_reason is 'success', but no step of the last decision has a positive reward"
+    if not unknown and not (decisions - 1) * chunk < taken <= decisions * chunk:
+        yield f"{taken} steps were taken in {decisions} decisions of {chunk}"
     if episode.rewards.reshape(-1)[episode.steps :].any():
-        return "there are rewards behind the step with which the episode ended"
-    return None
+        yield "there are rewards behind the step with which the episode ended"

@@ -29,9 +29,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.policies.interface import Policy, SamplingParams
-from asyncrl.records import StartState
+from asyncrl.records import StartState, episode_seed, noise_seed, sampling_seed
 from asyncrl.rewards.interface import RewardModel
-from asyncrl.seeds import episode_seed, noise_seed, sampling_seed
 from asyncrl.worlds.interface import World
 
 SAMPLING = SamplingParams(temperature=1.0)

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "asyncrl"
 FLOORS: list[set[str]] = [
-    {"errors", "seeds"},
+    {"errors"},
     {"storage.untrusted"},
     {"records", "registry", "storage.atomic"},
     {"episode_layout", "storage.assets"},

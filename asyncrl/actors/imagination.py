@@ -25,10 +25,9 @@ from asyncrl.episode_layout import SAMPLE_DTYPES
 from asyncrl.errors import first_line
 from asyncrl.observability import metrics_system as m
 from asyncrl.policies.interface import ActResult, Policy, SamplingParams
-from asyncrl.records import StartState
+from asyncrl.records import StartState, sampling_seed
 from asyncrl.replay.interface import Cause
 from asyncrl.rewards.interface import RewardModel, deciding_step
-from asyncrl.seeds import sampling_seed
 from asyncrl.worlds.interface import State, World
 
 CPU: Final = torch.device("cpu")

@@ -36,8 +36,7 @@ from asyncrl.errors import RunError
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy, SamplingParams
-from asyncrl.records import EndReason
-from asyncrl.seeds import sampling_seed
+from asyncrl.records import EndReason, sampling_seed
 from asyncrl.simulators.interface import SimStart
 from asyncrl.simulators.pool import SimulatorPool, SlotAnswer
 

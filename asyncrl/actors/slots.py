@@ -23,9 +23,8 @@ from asyncrl.episode_layout import EPISODE_ARRAYS, OPTIONAL_ARRAYS
 from asyncrl.observability.metrics import Metric
 from asyncrl.observability.metrics_system import ACTOR_DECISIONS
 from asyncrl.policies.interface import Policy, SamplingParams
-from asyncrl.records import UNKNOWN_LENGTH, EndReason, Episode, StartState
+from asyncrl.records import UNKNOWN_LENGTH, EndReason, Episode, StartState, episode_seed, noise_seed
 from asyncrl.replay.interface import Cause, GroupGrant
-from asyncrl.seeds import episode_seed, noise_seed
 from asyncrl.simulators.interface import SimStart
 from asyncrl.worlds.interface import State
 

@@ -23,9 +23,8 @@ from asyncrl.evaluation.evaluate import SuccessRate
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy, SamplingParams
-from asyncrl.records import Episode, StartState
+from asyncrl.records import Episode, StartState, episode_seed, noise_seed, sampling_seed
 from asyncrl.rewards.interface import RewardModel, deciding_step
-from asyncrl.seeds import episode_seed, noise_seed, sampling_seed
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import Observations, Play, SimulatedEpisode, rollout
 from asyncrl.worlds.interface import World
@@ -61,7 +60,7 @@ class Models:
 
     @torch.inference_mode()
     def imagine(self, starts: Sequence[StartState], seeds: Sequence[int]) -> Imagined:
-        """Imagine ``B`` episodes, with seeds of `seeds.episode_seed`, until all have succeeded or ended."""
+        """Imagine ``B`` episodes, with seeds of `records.episode_seed`, until all have succeeded or ended."""
         tasks, shown = [start.task for start in starts], np.stack([start.present_frame for start in starts])
         state = self.world.start(starts, decisions=self.max_decisions)
         drawn, chosen, scored = [], [], []

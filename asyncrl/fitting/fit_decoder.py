@@ -21,9 +21,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.fitting.loop import Schedule, minimise, prepared
 from asyncrl.fitting.world import reconstruction_loss, to_video
 from asyncrl.policies.interface import Policy, SamplingParams
-from asyncrl.records import StartState
+from asyncrl.records import StartState, recorded_noise_seed
 from asyncrl.rewards.interface import RewardModel
-from asyncrl.seeds import recorded_noise_seed
 from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, TinyDecoderConfig, save_decoder
 from asyncrl.worlds.wan.world import WanWorld
 

@@ -21,8 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.records import CHUNK, dummy_action
-from asyncrl.seeds import simulated_sampling_seed
+from asyncrl.records import CHUNK, dummy_action, simulated_sampling_seed
 from asyncrl.simulators.interface import Demonstrator, SimStart, SimulatorSpec, random_start, stored_start
 from asyncrl.simulators.pool import SimulatorPool, SlotAnswer
 from asyncrl.simulators.pool_worker import Frames

@@ -19,10 +19,9 @@ from asyncrl.errors import SampleTimeout
 from asyncrl.learner.batches import valid_steps
 from asyncrl.observability import metrics_system as s
 from asyncrl.policies.interface import SamplingParams
-from asyncrl.records import Episode
+from asyncrl.records import Episode, episode_seed, noise_seed, sampling_seed
 from asyncrl.replay.in_process import InProcessLearnerPort
 from asyncrl.replay.interface import GroupGrant
-from asyncrl.seeds import episode_seed, noise_seed, sampling_seed
 from asyncrl.weights.interface import ChannelClosed
 from support.replay import next_batch
 from support.tiny_actor import GROUP, TASKS, actor_with, start

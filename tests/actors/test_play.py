@@ -25,10 +25,9 @@ from asyncrl.launch.roles import open_run_replay
 from asyncrl.launch.simulated import TrainingStarts
 from asyncrl.observability import metrics_system as m
 from asyncrl.policies.interface import ActResult, SamplingParams
-from asyncrl.records import ActionSpec, Episode
+from asyncrl.records import ActionSpec, Episode, episode_seed, noise_seed, sampling_seed
 from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.interface import GroupGrant
-from asyncrl.seeds import episode_seed, noise_seed, sampling_seed
 from asyncrl.simulators.interface import SimStart, SimulatorSource, SimulatorSpec, random_start
 from asyncrl.simulators.pool import SimulatorPool, SlotAnswer
 from asyncrl.weights.interface import WholeTensors

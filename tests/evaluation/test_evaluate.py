@@ -19,9 +19,8 @@ from asyncrl.evaluation.evaluate import (
     simulator_of_tasks,
     summarise,
 )
-from asyncrl.records import DUMMY_ACTION
+from asyncrl.records import DUMMY_ACTION, simulated_sampling_seed
 from asyncrl.rewards.libero_tasks import SUITES
-from asyncrl.seeds import simulated_sampling_seed
 from asyncrl.simulators.interface import SimStart, SimulatorSource
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import (
