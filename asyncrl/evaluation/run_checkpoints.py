@@ -17,9 +17,9 @@ from typing import Final
 
 from asyncrl.evaluation.evaluate import Evaluation
 from asyncrl.storage import checkpoint
-from asyncrl.storage.atomic import write_text
-from asyncrl.storage.checkpoint import clean_up, keep_as_best, keep_copy
-from asyncrl.storage.run_folder import HELD
+from asyncrl.storage.atomic import publish, write_text
+from asyncrl.storage.checkpoint import clean_up, keep_copy
+from asyncrl.storage.run_folder import BEST, HELD
 from asyncrl.storage.untrusted import check_types, read_json_lines, remove
 
 _log = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ class RunCheckpoints:
             movie=movie,
         )
         if row.best and folder is not None:
-            keep_as_best(folder)
+            publish(folder, folder.with_name(BEST))
         append_evaluation(self._run_dir, row)
         self._rows.append(row)
         _log.info("true success %s, %.1f s", row, row.seconds)

@@ -284,14 +284,15 @@ class Learner:
         now = self.clock()
         seconds = max(now - self._row_began, 1e-9)
         waited, self._waited, self._row_began = self._waited, 0.0, now
+        checkpoint_waited, checkpoint_copied = self.checkpoints.pop_seconds()
         status = {
             **self.replay.status(),
             **self.publisher.status(),
             **waits.wait_metrics(),
             m.GROUPS_PER_MINUTE: 60 * self.algorithm.groups_per_update / seconds,
             m.LEARNER_WAITING: waited / seconds,
-            m.CHECKPOINT_WAITING: self.checkpoints.waited(),
-            m.CHECKPOINT_COPYING: self.checkpoints.copied(),
+            m.CHECKPOINT_WAITING: checkpoint_waited,
+            m.CHECKPOINT_COPYING: checkpoint_copied,
             m.PEAK_MEMORY: host_peak(),
         }
         if (device := self.update.device).type == "cuda":

@@ -139,19 +139,17 @@ class Checksum:
 
 
 def digest_of(path: Path) -> str:
-    """Compute a regular file's SHA-256 as 64 hexadecimal digits."""
+    """Compute a regular file's SHA-256, as in `Checksum`."""
     with reading(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def checksum_of_lines(path: Path) -> Checksum | None:
     """Hash the whole lines of a file that another process appends to; None without a file."""
-    try:
-        file = reading(path)
-    except FileNotFoundError:
+    if not path.exists():
         return None
     lines, length = hashlib.sha256(), 0
-    with file:
+    with reading(path) as file:
         for line in file:
             if line.endswith(b"\n"):
                 lines.update(line)
@@ -161,12 +159,11 @@ def checksum_of_lines(path: Path) -> Checksum | None:
 
 def begins_with(path: Path, expected: Checksum) -> bool:
     """Return True if a file begins with the hashed content; False if it cannot be read."""
-    remaining, found = expected.bytes, hashlib.sha256()
+    found = hashlib.sha256()
     try:
         with reading(path) as file:
-            while remaining and (piece := file.read(min(_PIECE, remaining))):
-                found.update(piece)
-                remaining -= len(piece)
+            for at in range(0, expected.bytes, _PIECE):
+                found.update(file.read(min(_PIECE, expected.bytes - at)))
     except OSError:  # Opening it for writing reports the reason.
         return False
-    return not remaining and found.hexdigest() == expected.sha256
+    return found.hexdigest() == expected.sha256

@@ -16,7 +16,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import math
 import os
 import random
 import shutil
@@ -37,21 +36,12 @@ from asyncrl import __version__
 from asyncrl.errors import CheckpointError
 from asyncrl.observability import waits
 from asyncrl.observability.process_status import activity
+from asyncrl.storage import checkpoint_state
 from asyncrl.storage.assets import kept, latest
 from asyncrl.storage.atomic import Checksum, checksum_of_lines, digest_of, publish, read_json, unfinished
-from asyncrl.storage.checkpoint_state import (
-    Parameters,
-    Ranks,
-    copy_generators,
-    copy_state,
-    random_file,
-    read_state,
-    restore_generators,
-    unreadable,
-    write_state,
-)
+from asyncrl.storage.checkpoint_state import Parameters, Ranks, random_file, unreadable
 from asyncrl.storage.run_folder import BEFORE, BEST, LEFT_BY_EVALUATOR, is_whole
-from asyncrl.storage.untrusted import check_types, load_json, make_folder, remove
+from asyncrl.storage.untrusted import check_types, load_json, remove
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,8 +51,6 @@ HASHING_THREADS: Final = 4
 FOLDER: Final = "checkpoints"
 STATE: Final = "state"
 WRITE_DEADLINE: Final = 1800.0
-COPYING: Final = "copying weights and optimizer for a checkpoint"
-_TYPES: Final = {"int": int, "str": str}
 CHECKSUMS: Final = "sha256"  # key in state.json: file name -> SHA-256
 OWN_CHECKSUM: Final = "sha256_of_state"
 LEDGER: Final = "ledger"  # key in state.json: `Checksum` of the replay's ledger, or null
@@ -105,19 +93,19 @@ class Checkpoints:
     ) -> Path:
         """Copy the state and start writing a checkpoint, after the previous one; called by all ranks.
 
-        `copy_policy` copies the policy and returns a function that writes it, on another thread of rank 0.
+        `copy_policy` copies the policy and returns a function that writes it, on a thread of rank 0.
         """
         self.finish()
         final = self.folder / f"update_{progress.version:06d}"
         began = time.monotonic()
-        with activity(COPYING, WRITE_DEADLINE):
+        with activity("copying weights and optimizer for a checkpoint", WRITE_DEADLINE):
             write_policy = copy_policy()
-            state = copy_state(parameters, optimizer, self._ranks.rank)
+            state = checkpoint_state.copy_state(parameters, optimizer, self._ranks.rank)
         self._copied += time.monotonic() - began
         counters = {"progress": asdict(progress), "python_random": random.getstate()}
         self._writer = threading.Thread(
             target=self._write,
-            args=(final, counters, write_policy, state, copy_generators()),
+            args=(final, counters, write_policy, state, checkpoint_state.copy_generators()),
             name=f"write {final.name}",
             daemon=True,
         )
@@ -133,10 +121,10 @@ class Checkpoints:
             self._writer.join(deadline)
         self._waited += time.monotonic() - began
         if self._writer.is_alive():
-            name = self._writer.name.removeprefix("write ")
             raise CheckpointError(
-                f"Checkpoint {name} is not written after {deadline:g} more seconds. Look at the disk and the "
-                "output of the other learner ranks; --resume goes on from the checkpoint before it."
+                f"Checkpoint {self._writer.name[6:]} is not written after {deadline:g} more seconds. Look at "
+                "the disk and the output of the other learner ranks; --resume goes on from the checkpoint "
+                "before it."
             )
         self._writer, failure, self._failure = None, self._failure, None
         if failure is not None:
@@ -147,15 +135,11 @@ class Checkpoints:
         """Newest complete checkpoint, or None."""
         return latest(self._run_dir)
 
-    def waited(self) -> float:
-        """Return the seconds spent waiting for the writer since the last call."""
-        waited, self._waited = self._waited, 0.0
-        return waited
-
-    def copied(self) -> float:
-        """Return the seconds spent copying since the last call."""
-        copied, self._copied = self._copied, 0.0
-        return copied
+    def pop_seconds(self) -> tuple[float, float]:
+        """Return the seconds spent waiting for the writer, and copying, since the last call."""
+        found = self._waited, self._copied
+        self._waited = self._copied = 0.0
+        return found
 
     def _write(
         self,
@@ -174,7 +158,7 @@ class Checkpoints:
             (part / STATE).mkdir(parents=True)
 
         def write_shard() -> None:
-            write_state(state, part / STATE, rank)
+            checkpoint_state.write_state(state, part / STATE, rank)
             save_file(generators, part / random_file(rank))
 
         def complete() -> None:
@@ -205,7 +189,7 @@ def load(
 ) -> Progress:
     """Restore trained weights, optimizer and random states; frozen weights come from the policy's files."""
     state = _read_state(folder)
-    read_state(folder / STATE, parameters, optimizer)
+    checkpoint_state.read_state(folder / STATE, parameters, optimizer)
     needed = {random_file(rank)} if verified else {n for n in state["files"] if n.startswith(f"{STATE}/")}
     _check_content(folder, state, needed | {random_file(rank)})
     try:
@@ -213,25 +197,18 @@ def load(
         progress = Progress(**{field.name: state["progress"][field.name] for field in fields(Progress)})
         version, internal, gauss_next = state["python_random"]
         random.setstate((version, tuple(internal), gauss_next))
-        restore_generators(folder / random_file(rank))
+        checkpoint_state.restore_generators(folder / random_file(rank))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise unreadable(folder / "state.json", f"unexpected content: {error!r}") from error
     return progress
 
 
 def verify(folder: Path, *, policy_only: bool = False) -> Checksum | None:
-    """Check that every file of a checkpoint is unchanged; reads all files, or the policy's, once.
-
-    Returns:
-        Checksum of the replay's ledger; None if there was none.
-    """
+    """Check that all files of a checkpoint, or the policy's, are unchanged; returns the ledger's checksum."""
     state = _read_state(folder)
-    names = set(state["files"])
-    if policy_only:
-        names = {n for n in names if not n.startswith(f"{STATE}/") and not n.startswith("random-")}
-    _check_content(folder, state, names)
-    ledger = state.get(LEDGER)
-    return Checksum(**ledger) if ledger else None
+    trained = (f"{STATE}/", "random-") if policy_only else ()
+    _check_content(folder, state, {name for name in state["files"] if not name.startswith(trained)})
+    return Checksum(**state[LEDGER]) if state.get(LEDGER) else None
 
 
 def _write_state(part: Path, counters: dict[str, Any], ledger: Checksum | None) -> None:
@@ -250,7 +227,7 @@ def _write_state(part: Path, counters: dict[str, Any], ledger: Checksum | None) 
 def _digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
     names = list(names)
     with ThreadPoolExecutor(HASHING_THREADS, "checksums") as pool:
-        return dict(zip(names, pool.map(lambda name: digest_of(folder / name), names), strict=True))
+        return dict(zip(names, pool.map(digest_of, (folder / name for name in names)), strict=True))
 
 
 def _digest_of_state(state: dict[str, Any]) -> str:
@@ -273,7 +250,8 @@ def _read_state(folder: Path) -> dict[str, Any]:
     try:
         state = read_json(path, remedy="")
         check_types(state, {"files": dict, "progress": dict, CHECKSUMS: dict, OWN_CHECKSUM: str})
-        check_types(state["progress"], {field.name: _TYPES[str(field.type)] for field in fields(Progress)})
+        kinds = {"int": int, "str": str}
+        check_types(state["progress"], {field.name: kinds[str(field.type)] for field in fields(Progress)})
         files = state["files"]
         check_types(files, dict.fromkeys(files, int))
     except (CheckpointError, ValueError) as error:
@@ -300,30 +278,21 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 def keep_copy(checkpoint: Path, target: Path) -> None:
     """Replace `target` by hard links to a checkpoint's files, or copies if links are not supported."""
+
+    def link(source: str, copy: str) -> None:
+        try:
+            os.link(source, copy)
+        except OSError:
+            shutil.copyfile(source, copy)
+
     remove(target)
     try:
-        for source in sorted(checkpoint.rglob("*")):
-            copy = target / source.relative_to(checkpoint)
-            make_folder(copy if source.is_dir() else copy.parent)
-            if not source.is_dir():
-                _link(source, copy)
+        shutil.copytree(checkpoint, target, copy_function=link)
         if not is_whole(target):  # It was being deleted, file by file.
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(checkpoint))
     except BaseException:
         remove(target)
         raise
-
-
-def _link(source: Path, copy: Path) -> None:
-    try:
-        os.link(source, copy)
-    except OSError:
-        shutil.copyfile(source, copy)
-
-
-def keep_as_best(held: Path) -> None:
-    """Rename a held version to `BEST`; at any moment this or the former one exists."""
-    publish(held, held.with_name(BEST))
 
 
 def clean_up(run_dir: Path) -> None:
@@ -340,11 +309,9 @@ def forget_best_after(run_dir: Path, version: int) -> None:
     """Clean up, and remove the best version if a resumed run makes it again, or if it is invalid."""
     clean_up(run_dir)
     best = run_dir / FOLDER / BEST
-    if not best.is_dir():
-        return
     try:
-        found = load_json(best / "state.json")["progress"]["version"]
+        keeps = load_json(best / "state.json")["progress"]["version"] <= version
     except (OSError, ValueError, KeyError, TypeError):
-        found = math.inf
-    if not isinstance(found, int) or found > version:
+        keeps = False
+    if not keeps:
         remove(best)

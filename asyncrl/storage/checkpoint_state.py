@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -69,25 +68,20 @@ _UNREADABLE: Final = (
 
 
 def copy_state(parameters: Parameters, optimizer: Optimizer, rank: int) -> dict[str, Tensor]:
-    """Copy this rank's shard of weights and optimizer to host memory; rank 0 keeps what is not sharded.
-
-    Returns:
-        Weights and moments by name, in the parameters' shapes and dtypes, and AdamW's steps, ``[1]`` float32.
-    """
+    """Copy this rank's shard of weights and optimizer to host memory; rank 0 keeps what is not sharded."""
     state: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in parameters.items()}
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             tensor = torch.as_tensor(value).detach()
             state[f"optimizer.{name}.{key}"] = tensor.reshape(1) if key == "step" else tensor
-    mine = {name: t for name, t in state.items() if _is_written_by(t, rank)}
-    return {name: tensor.to("cpu", copy=True) for name, tensor in mine.items()}
 
+    def is_mine(tensor: Tensor) -> bool:
+        if not isinstance(tensor, DTensor):
+            return rank == 0
+        # With two mesh dimensions every row of ranks has all shards; the first row writes them.
+        return tensor.device_mesh.ndim == 1 or tensor.device_mesh.get_local_rank(0) == 0
 
-def _is_written_by(tensor: Tensor, rank: int) -> bool:
-    if not isinstance(tensor, DTensor):
-        return rank == 0
-    # With two mesh dimensions every row of ranks has all shards; the first row writes them.
-    return tensor.device_mesh.ndim == 1 or tensor.device_mesh.get_local_rank(0) == 0
+    return {name: tensor.to("cpu", copy=True) for name, tensor in state.items() if is_mine(tensor)}
 
 
 def write_state(state: Mapping[str, Tensor], folder: Path, rank: int) -> None:
@@ -118,8 +112,13 @@ def read_state(folder: Path, parameters: Parameters, optimizer: Optimizer) -> No
     target: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in parameters.items()}
     for name, state in states.items():
         target |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
+    planner = DefaultLoadPlanner()
     try:
-        _read(reader, metadata, target)
+        planner.set_up_planner(target, metadata, True)
+        reader.set_up_storage_reader(metadata, True)
+        plan = reader.prepare_local_plan(planner.create_local_plan())
+        (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
+        reader.read_data(planner.finish_plan(plan), planner).wait()
     except _UNREADABLE as error:
         raise unreadable(folder, first_line(error)) from error
     optimizer.state.clear()
@@ -166,15 +165,6 @@ def unreadable(path: Path, reason: str) -> CheckpointError:
     )
 
 
-def _read(reader: HuggingFaceStorageReader, metadata: Metadata, target: dict[str, Tensor]) -> None:
-    planner = DefaultLoadPlanner()
-    planner.set_up_planner(target, metadata, True)
-    reader.set_up_storage_reader(metadata, True)
-    plan = reader.prepare_local_plan(planner.create_local_plan())
-    (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
-    reader.read_data(planner.finish_plan(plan), planner).wait()
-
-
 def _fitting_state(
     saved: Mapping[str, tuple[int, ...]], parameters: Parameters, folder: Path
 ) -> dict[str, dict[str, Tensor]]:
@@ -185,20 +175,20 @@ def _fitting_state(
         key = ""
         if kind == "optimizer":
             name, _, key = name.rpartition(".")
-        expected = (1,) if key == "step" else tuple(parameters[name].shape) if name in parameters else None
-        if expected != shape:
+        like = torch.zeros(1) if key == "step" else parameters.get(name)
+        if like is None or tuple(like.shape) != shape:
             raise CheckpointError(f"{folder}: {full_name} {list(shape)} does not fit the policy. {_REMEDY}")
         if key:
-            like = torch.zeros(1) if key == "step" else torch.zeros_like(parameters[name].detach())
-            states.setdefault(name, {})[key] = like
-    weightless = sorted(set(parameters) - {name.removeprefix("model.") for name in saved})
+            states.setdefault(name, {})[key] = torch.zeros_like(like.detach())
     # Weights without a gradient so far, like the policy's in the critic's warm-up, have no state at all.
     keys = {key for state in states.values() for key in state}
-    incomplete = sorted(name for name, state in states.items() if state.keys() != keys)
-    for what, names in (("weight", weightless), ("complete optimizer state", incomplete)):
+    for what, names in (
+        ("weight", [name for name in parameters if f"model.{name}" not in saved]),
+        ("complete optimizer state", [name for name, state in states.items() if state.keys() != keys]),
+    ):
         if names:
             raise CheckpointError(
-                f"{folder} has no {what} for {names[0]} and {len(names) - 1} more. {_REMEDY}"
+                f"{folder} has no {what} for {min(names)} and {len(names) - 1} more. {_REMEDY}"
             )
     return states
 

@@ -40,8 +40,10 @@ from asyncrl.storage.untrusted import check_types, kind_of, load_json, make_fold
 
 TIME = "{time}"
 REPLAY = "replay"
+SETTINGS: Final = "config.json"
+METRICS: Final = "metrics.jsonl"
 SUB_FOLDERS = ("logs", "checkpoints", REPLAY, "videos")
-FOLDERS: Final = ("logs", "checkpoints", "replay", "videos", "tensorboard", "processes", "true", "worlds")
+FOLDERS: Final = (*SUB_FOLDERS, "tensorboard", "processes", "true", "worlds")
 FILES: Final = ("config.json", "metrics.jsonl", "replay/replay.json", "replay/ledger.log", "replay/lock")
 LOGS: Final = ("logs/*.log", "processes/*")
 
@@ -56,12 +58,7 @@ class ClaimedRun:
 
 
 def claim(config: TrainConfig, again: Path | None = None) -> ClaimedRun:
-    """Own the run's folder, which is made unless it is resumed, and write its config.json.
-
-    Raises:
-        FolderInUse: A process of the run lives. Nothing was changed.
-        ConfigError: The folder exists without `--resume`, nothing can be resumed, or it cannot be written.
-    """
+    """Own the run's folder, which is made unless it is resumed, and write its config.json."""
     fresh = again is None and not config.resume
     folder = again or (locate(config) if config.resume else _make(config.run_dir))
     try:
@@ -87,29 +84,25 @@ def check_free(config: TrainConfig) -> None:
 
 def check_folder(run_dir: Path) -> None:
     """Check the kinds of files and folders that a run needs, if they exist; readers check the content."""
-    expected = [(run_dir / name, "a folder") for name in FOLDERS]
     logs = [path for pattern in LOGS for path in sorted(run_dir.glob(pattern))]
-    expected += [(path, "a file") for path in (*(run_dir / name for name in FILES), *logs)]
-    for path, wanted in expected:
-        if not (path.is_symlink() or path.exists()):
-            continue
+    expected = dict.fromkeys((*(run_dir / name for name in FILES), *logs), "a file")
+    for path, wanted in (dict.fromkeys((run_dir / name for name in FOLDERS), "a folder") | expected).items():
         found = kind_of(path) or "a file"
-        if found != wanted:
+        if os.path.lexists(path) and found != wanted:
             why = ": what the run writes must stay in its folder" if found == "a link" else ""
             raise ConfigError(f"{path} is {found}, where {wanted} of the run is expected{why}. Move it away.")
 
 
 def _make(template: str) -> Path:
-    while True:
-        folder = _fresh(template)
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            folder.mkdir(exist_ok=TIME not in template)
-        except OSError as error:
-            if isinstance(error, FileExistsError) and TIME in template and folder.is_dir():
-                continue  # Another run has taken the name.
-            raise _unwritable(folder, error) from None
-        return folder
+    folder = _fresh(template)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=TIME not in template)
+    except OSError as error:
+        if isinstance(error, FileExistsError) and TIME in template and folder.is_dir():
+            return _make(template)  # Another run has taken the name.
+        raise _unwritable(folder, error) from None
+    return folder
 
 
 def _unwritable(folder: Path, error: OSError) -> ConfigError:
@@ -125,26 +118,24 @@ def locate(config: TrainConfig) -> Path:
 
 def newest(run_root: Path) -> Path:
     """Find the run without an owner that was started last, by the age of its config.json."""
-    runs = sorted(run_root.glob("*/config.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    alive: list[str] = []
-    for config in runs:
-        owner = run_owner.owner(config.parent)
-        if owner is None:
-            return config.parent
-        alive.append(f" {config.parent} is in use by {owner}.")
+    runs = sorted(run_root.glob(f"*/{SETTINGS}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    alive = ""
+    for folder in (path.parent for path in runs):
+        if (owner := run_owner.owner(folder)) is None:
+            return folder
+        alive += f" {folder} is in use by {owner}."
     raise ConfigError(
-        f"--resume was given, but there is no run to resume in {run_root}.{''.join(alive[:3])} Leave it out, "
-        "or name a run with --run-dir."
+        f"--resume was given, but there is no run to resume in {run_root}.{alive} Leave it out, or name a "
+        "run with --run-dir."
     )
 
 
 def _fresh(template: str) -> Path:
     folder = Path(template.replace(TIME, time.strftime("%Y-%m-%d_%H-%M-%S"))).expanduser()
-    if TIME in template:  # Two runs may start within one second.
-        first, count = folder, 1
-        while folder.exists():
-            count += 1
-            folder = first.with_name(f"{first.name}_{count}")
+    first, count = folder, 1
+    while TIME in template and folder.exists():  # Two runs may start within one second.
+        count += 1
+        folder = first.with_name(f"{first.name}_{count}")
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--run-dir {folder} is a file. Choose another folder.")
     if folder.is_dir() and any(folder.iterdir()):
@@ -185,8 +176,6 @@ def _to_resume(config: TrainConfig) -> Path:
 
 # --- state of a run ---
 
-SETTINGS: Final = "config.json"
-METRICS: Final = "metrics.jsonl"
 TAIL_BYTES: Final = 4 * 2**20
 """Bytes read of the end of a metrics.jsonl: hundreds of updates."""
 _MEASURED: Final = f'"{m.EVAL_SUCCESS.name}"'.encode()
@@ -232,13 +221,11 @@ def is_run(folder: Path) -> bool:
 
 def runs_in(folder: Path) -> list[Path]:
     """Return the runs of a folder, the one started last at the end; for a run's own folder, itself."""
-    if is_run(folder):
-        return [folder]
     if not folder.is_dir():
         raise ConfigError(
             f"{folder} is no folder that holds runs. Name it behind the command: asyncrl runs list FOLDER"
         )
-    runs = [path for path in sorted(folder.iterdir()) if is_run(path)]
+    runs = [path for path in ([folder] if is_run(folder) else sorted(folder.iterdir())) if is_run(path)]
     return sorted(runs, key=lambda path: (path / SETTINGS).stat().st_mtime)
 
 
@@ -331,17 +318,7 @@ def is_whole(checkpoint: Path) -> bool:
 
 PROVENANCE: Final = "provenance.json"
 """``{"format": 1, "starts": [{"attempt": 1, "command": ...}, ...]}``; a start that was killed has no end."""
-PACKAGES: Final = (
-    "torch",
-    "transformers",
-    "diffusers",
-    "peft",
-    "accelerate",
-    "numpy",
-    "h5py",
-    "pyzmq",
-    "mujoco",
-)
+PACKAGES: Final = "torch transformers diffusers peft accelerate numpy h5py pyzmq mujoco"
 
 
 @contextmanager
@@ -423,7 +400,7 @@ def git_state(checkout: Path) -> tuple[str, bool]:
 
 def _versions() -> dict[str, str]:
     found = {"asyncrl": __version__, "python": platform.python_version()}
-    for name in PACKAGES:
+    for name in PACKAGES.split():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found

@@ -83,12 +83,7 @@ class RunLock:
 
 
 def acquire(run_dir: Path) -> RunLock:
-    """Become the owner of a run folder; waits for the processes of an owner that died.
-
-    Raises:
-        FolderInUse: Another owner lives, or processes of a dead one do not end.
-        ConfigError: The lock cannot be opened, or the file system has none.
-    """
+    """Become the owner of a run folder; waits for the processes of an owner that died."""
     handle = _open(run_dir)
     try:
         with waits.waiting(waits.OWNER, LEAVE_DEADLINE):
@@ -99,12 +94,12 @@ def acquire(run_dir: Path) -> RunLock:
                 if waited > _MOMENT if found is None else found.lives() or waited > LEAVE_DEADLINE:
                     raise in_use(run_dir, found)
                 time.sleep(_POLL)
-        pid = os.getpid()
-        row = {"pid": pid, "started": process_status.started(pid), "host": socket.gethostname()}
+        pid, host = os.getpid(), socket.gethostname()
+        me = Owner(pid=pid, started=process_status.started(pid), host=host, since=time.time())
         os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps(row | {"since": time.time()}).encode() + b"\n", 0)
+        os.pwrite(handle, json.dumps(asdict(me)).encode() + b"\n", 0)
         _share(handle, run_dir)  # Another run may take it while it changes from exclusive to shared.
-        if (found := _read(run_dir)) is None or found.pid != pid:
+        if (found := _read(run_dir)) != me:
             raise in_use(run_dir, found)
     except BaseException:
         os.close(handle)
@@ -123,9 +118,10 @@ def join(run_dir: Path) -> RunLock:
 
 def owner(run_dir: Path) -> Owner | None:
     """Read the owner of a run folder; None without one."""
-    found = _read(run_dir)
-    if found is None or found.host == socket.gethostname():
-        return found if found and found.lives() else None
+    if (found := _read(run_dir)) is None or not found.lives():
+        return None
+    if found.host == socket.gethostname():
+        return found
     handle = _open(run_dir)
     try:
         return None if _take(handle, fcntl.LOCK_EX, run_dir) else found
@@ -172,14 +168,13 @@ def _take(handle: int, kind: int, run_dir: Path) -> bool:
 
 
 def _open(run_dir: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
-    path = run_dir / LOCK
     try:
         # Writable also to ask only: a network file system locks no other files.
-        return open_regular(path, flags, 0o600)
+        return open_regular(run_dir / LOCK, flags, 0o600)
     except OSError as error:
         raise ConfigError(
-            f"{path}, the lock of the run, cannot be opened ({error.strerror}). Make it a file of this user, "
-            "or delete it when no process of the run is left."
+            f"{run_dir / LOCK}, the lock of the run, cannot be opened ({error.strerror}). Make it a file of "
+            "this user, or delete it when no process of the run is left."
         ) from None
 
 
@@ -248,7 +243,6 @@ def read_identity(run_dir: Path) -> RunIdentity:
 
 
 def _read_identity(run_dir: Path) -> RunIdentity | None:
-    """Read the file; None if it is missing or was made for another folder."""
     path = run_dir / IDENTITY
     try:
         row = parse_json(read_small(path).encode())
@@ -262,13 +256,11 @@ def _read_identity(run_dir: Path) -> RunIdentity | None:
     except ValueError:
         raise ConfigError(f"{path} is damaged. {_DELETE}") from None
     check_private(path, _DELETE)
-    # Every host numbers its devices for itself.
     (device, number, host), folder = _folder(run_dir), row["folder"]
     same = folder[1:2] == [number] and (folder[0] == device or folder[2:] not in ([], [host]))
     return RunIdentity(secret=row["secret"], attempt=row["attempt"]) if same else None
 
 
 def _folder(run_dir: Path) -> list[int | str]:
-    """Return device and inode of the folder, and the host that numbered the device."""
     about = run_dir.stat()
-    return [about.st_dev, about.st_ino, socket.gethostname()]
+    return [about.st_dev, about.st_ino, socket.gethostname()]  # Device, inode, and who numbered the device.

@@ -100,14 +100,10 @@ LARGEST: Final = 2**63
 
 
 def parse_json(raw: bytes) -> dict[str, Any]:
-    """Parse a JSON object that can be written again, stored in 64-bit integers, and printed.
-
-    Raises:
-        ValueError: It is no JSON object, is nested too deeply, or has a number out of range.
-    """
+    """Parse a JSON object that can be written again, and stored in 64 bits; else raise ValueError."""
     text = raw.decode("utf-8")
     try:
-        value = json.loads(text, parse_int=_whole, parse_float=_fraction, parse_constant=_no_constant)
+        value = json.loads(text, parse_int=_number, parse_float=_number, parse_constant=_no_constant)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if "\\u" in text:  # A lone surrogate can be read, but not written.
@@ -117,15 +113,11 @@ def parse_json(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def _whole(digits: str) -> int:
-    if len(digits) > 20 or not -LARGEST < (number := int(digits)) < LARGEST:
+def _number(digits: str) -> float:
+    whole = digits.lstrip("-").isdigit()
+    number = int(digits) if whole and len(digits) <= 20 else float(digits)
+    if not abs(number) < (LARGEST if whole else math.inf):
         raise ValueError(f"it has the number {digits[:20]}{'...' * (len(digits) > 20)}, which is too large")
-    return number
-
-
-def _fraction(digits: str) -> float:
-    if not math.isfinite(number := float(digits)):
-        raise ValueError(f"it has the number {digits[:20]}, which is too large")
     return number
 
 
@@ -193,13 +185,7 @@ def open_hdf5(path: Path) -> h5py.File:
 
 
 def dataset_in(file: h5py.Group, name: str) -> h5py.Dataset:
-    """Find a dataset whose numbers lie in this file.
-
-    Raises:
-        KeyError: It does not exist.
-        TypeError: It is no dataset of this file, or has values of variable length.
-        ValueError: It declares more than there is, which would be made up in memory.
-    """
+    """Find a dataset of fixed-length values that lie in this file; else raise Key-, Type- or ValueError."""
     import h5py
 
     dataset = _object_in(file, name)
@@ -211,6 +197,7 @@ def dataset_in(file: h5py.Group, name: str) -> h5py.Dataset:
     if dataset.dtype.hasobject:
         raise TypeError(f"{name} holds values of no fixed length")
     declared = math.prod(dataset.shape) * dataset.dtype.itemsize
+    # The missing ones would be made up in memory.
     if dataset.chunks is None and declared > (stored := dataset.id.get_storage_size()):
         raise ValueError(f"{name} declares {declared} bytes, but the file has {stored} of it")
     return dataset
@@ -227,7 +214,7 @@ def group_in(file: h5py.Group, name: str) -> h5py.Group:
 
 
 def _object_in(file: h5py.Group, name: str) -> Any:
-    """Follow hard links only, because others may lead to another file; None for another link."""
+    # Through hard links only, because others may lead to another file; None for another link.
     import h5py
 
     found: Any = file
