@@ -29,8 +29,7 @@ from asyncrl.learner.update import Update
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import process_status, waits
 from asyncrl.observability.metrics import Metric
-from asyncrl.observability.process_status import activity
-from asyncrl.observability.signals import interrupts_deferred
+from asyncrl.observability.process_status import activity, interrupts_deferred
 from asyncrl.replay.interface import BatchDescription, LearnerPort, NothingToLearn
 from asyncrl.storage import checkpoint
 from asyncrl.storage.checkpoint import Checkpoints, Progress

@@ -10,7 +10,6 @@ import errno
 import io
 import math
 import os
-import re
 import select
 import shutil
 import sys
@@ -108,7 +107,6 @@ class ConsoleStream(io.TextIOBase):
             waits.count(waits.DROPPED_LINES, text.count("\n"))
 
     def _written(self, text: str) -> bool:
-        """Write to the console; False when it takes nothing, or no more."""
         content = text.encode(self.encoding, errors="backslashreplace")
         until = time.monotonic() + (0.0 if self._stalled else STALLED_SECONDS)
         try:
@@ -163,7 +161,7 @@ class Column:
 
 
 def _cell(pattern: str, *needed: Metric) -> Callable[[Readings], str]:
-    """Fill the parts of `pattern` ('a / b') with one value each; '-' if it, or all, are absent."""
+    # Fills the parts of `pattern` ('a / b') with one value each; '-' if it, or all, are absent.
     parts = list(zip(pattern.split(" / "), needed, strict=True))
 
     def text(row: Readings) -> str:
@@ -227,8 +225,6 @@ def render(step: int, values: Readings, eta: float, columns: Sequence[Column] = 
 # --- status line ---
 
 STATUS_SECONDS: Final = 0.5  # pause between two drawings
-_BAR: Final = 12  # width
-_COUNTED: Final = re.compile(r"(\d+) of (\d+)")
 _SILENT: Final = ("replay", "tracker-")  # roles that are not shown
 
 
@@ -246,7 +242,7 @@ def show_status(text: str) -> None:
 class StatusLine:
     """Shows the activities of a run in a terminal's last line, from a thread.
 
-    0:00:41  [########----]  learner-0: waiting for a batch: 5 of 8 groups, 43 of 64 episodes  actor-0: ...
+    0:00:41  learner-0: waiting for a batch: 5 of 8 groups, 43 of 64 episodes  actor-0: ...
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -274,15 +270,5 @@ def status_line(processes: Sequence[process_status.Process], seconds: float, wid
         if not process.role.startswith(_SILENT):
             doing = process.main.what if process.main is not None else "starting"
             shown.append(f"{process.role}: {doing if process.alive else 'ended'}")
-    text = "  ".join([duration(seconds), *filter(None, [bar("".join(shown[:1]))]), *shown])
+    text = "  ".join([duration(seconds), *shown])
     return text if len(text) < width else f"{text[: width - 4]}..."
-
-
-def bar(doing: str) -> str:
-    """Draw the progress of an activity by the last 'M of N' in its name."""
-    counted = _COUNTED.findall(doing)
-    if not counted or not int(counted[-1][1]):
-        return ""
-    done, total = map(int, counted[-1])
-    full = min(_BAR, _BAR * done // total)
-    return f"[{'#' * full}{'-' * (_BAR - full)}]"

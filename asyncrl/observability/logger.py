@@ -34,12 +34,8 @@ CLOSE_SECONDS: Final = 5.0
 ROWS_LIMIT: Final = 64 << 20
 """Bytes of rows that wait in memory while the disk takes none: about 10,000 updates."""
 CURVES_LIMIT: Final = 16 << 20
-HPARAM_METRICS: Final = ("env/success_once", "eval/success_once", "train/actor/approx_kl", "env/return")
-"""Metrics by which TensorBoard's page HPARAMS compares runs."""
 LONGEST_COMMAND: Final = 4000  # characters of a start command that are kept
 _BOLD, _RED, _END = "\033[1m", "\033[31m", "\033[0m"
-
-
 VIDEOS: Final = "videos"
 SHEET: Final = ".png"
 
@@ -122,7 +118,6 @@ class Curves:
         """Begin a file that voids points of earlier files from `first_step` on."""
         from tensorboardX import SummaryWriter
         from tensorboardX.record_writer import register_writer_factory
-        from tensorboardX.summary import hparams
 
         self._tell, self._shown = tell, WithoutZeros()
         register_writer_factory(self._SCHEME, self)  # Its `open` is called within the next line.
@@ -137,10 +132,6 @@ class Curves:
                 f"| {name} | {str(value).replace('|', ' ')} |" for name, value in settings.items()
             )
             self._writer.add_text("run/settings", f"| setting | value |\n|---|---|\n{rows}", first_step)
-            plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in settings.items()}
-            # `add_hparams` would write a second run, which is over.
-            for summary in hparams(plain, dict.fromkeys(HPARAM_METRICS))[:2]:
-                self._events.add_summary(summary, first_step)
 
     def directory_check(self, path: str) -> None:
         """Do nothing: the folder is made with the file."""
@@ -258,10 +249,7 @@ class MetricsLogger(contextlib.AbstractContextManager["MetricsLogger"]):
     def write_evaluation(
         self, step: int, values: Readings, pictures: Mapping[str, bytes] = MappingProxyType({})
     ) -> None:
-        """Record the measurement of an earlier update, at that update; later console rows show it.
-
-        `pictures` are PNG or GIF files by the name of their card of TensorBoard.
-        """
+        """Record the measurement of an earlier update; `pictures` (PNG, GIF) are TensorBoard's, by card."""
         now = self._clock()
         self._record(step, values, now)
         for tag, content in pictures.items():
@@ -314,10 +302,7 @@ class MetricsLogger(contextlib.AbstractContextManager["MetricsLogger"]):
 
 
 def cut_rows_after(path: Path, step: int) -> int:
-    """Remove the rows of updates after `step` from a metrics.jsonl, and a row that a crash cut short.
-
-    Returns the number of other damaged lines, also removed.
-    """
+    """Remove the rows of later updates, and damaged lines; return how many of those no crash cut short."""
     if not path.exists():
         return 0
     wrong = 0

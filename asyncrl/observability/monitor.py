@@ -91,10 +91,7 @@ def family(host: str) -> socket.AddressFamily:
 
 
 def stalled(activity: process_status.ThreadActivity) -> bool:
-    """Return True if nearly all of an activity's allowed time passed without progress.
-
-    The last GRACE seconds of a wait's time lie behind its deadline; after them the watchdog ends the process.
-    """
+    """Return True if an activity is in the last GRACE seconds of its time, behind a wait's deadline."""
     return 0 < activity.allowed - min(GRACE, activity.allowed / 2) < activity.seconds
 
 
@@ -200,7 +197,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         return 404, "text/plain; charset=utf-8", b"There are /metrics and /healthz.\n"
 
     def _processes(self) -> list[process_status.Process]:
-        """Read the processes of this start of the run, without those that died in an earlier one."""
+        # Those of this start of the run, without those that died in an earlier one.
         folder = self._run_dir / process_status.FOLDER
         return [
             process
@@ -252,4 +249,4 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: a request every few seconds is no news."""
+        """Log nothing."""

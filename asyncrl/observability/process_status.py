@@ -1,27 +1,32 @@
-"""Activity of every thread of a run's processes, published in shared memory in the run's folder; hangs.
+"""Processes of a run: activity of every thread, published in shared memory; hangs; signals; ends.
 
 run/processes/actor-1          process id; for each thread activity, start and allowed seconds; totals of
-`waits.WAITS` and `waits.COUNTS`
+                               `waits.WAITS` and `waits.COUNTS`
 run/processes/actor-1.stacks   stacks of its threads, at each `dump_stacks`
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
+import errno
 import faulthandler
 import mmap
 import os
+import resource
 import signal
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Final, TextIO
 
-from asyncrl.observability.signals import exhausted
 from asyncrl.storage.untrusted import make_folder, open_regular, read_bytes, remove
 
 FOLDER: Final = "processes"
@@ -84,12 +89,9 @@ class _StatusFile:
         self._lock = threading.Lock()
 
     def write(self, what: str, began: float, allowed: float) -> None:
-        """Set the row of this thread. Nothing is written when no row is free."""
-        thread = threading.get_ident()
-        row = self._rows.get(thread)
-        if row is None:
-            with self._lock:  # Rows of ended threads are free again: Python reuses their numbers.
-                row = self._rows.setdefault(thread, len(self._rows))
+        """Set the row of this thread, if one is free."""
+        with self._lock:  # Rows of ended threads are free again: Python reuses their numbers.
+            row = self._rows.setdefault(threading.get_ident(), len(self._rows))
         if row >= _ROWS:
             return
         begin = _HEAD.size + row * _ROW.size
@@ -175,7 +177,7 @@ def count(index: int, amount: float) -> None:
 
 
 def totals() -> tuple[float, ...]:
-    """Read the totals, summed over this run's processes on this host; empty before `publish_as`."""
+    """Sum the totals of this run's processes on this host; empty before `publish_as`."""
     files = _status_files(_run_dir).values() if _own_file is not None else ()
     return tuple(map(sum, zip(*(_TOTALS.unpack_from(file, _COUNTED_FROM) for file in files), strict=True)))
 
@@ -187,12 +189,10 @@ def read(run_dir: Path) -> list[Process]:
 
 def dump_stacks(run_dir: Path) -> list[Path]:
     """Make every living process of a run append the stacks of its threads; return the files."""
-    asked = []
-    for process in read(run_dir):
-        if process.alive:
-            os.kill(process.pid, signal.SIGUSR1)
-            asked.append(run_dir / FOLDER / (process.role + STACKS))
-    return asked
+    living = [process for process in read(run_dir) if process.alive]
+    for process in living:
+        os.kill(process.pid, signal.SIGUSR1)
+    return [run_dir / FOLDER / (process.role + STACKS) for process in living]
 
 
 def started(pid: int) -> int:
@@ -202,24 +202,12 @@ def started(pid: int) -> int:
 
 
 def is_gone(pid: int, began: int) -> bool:
-    """Return True if process `pid`, whose `started` was `began`, has ended; False if that is unknown (0).
-
-    Works without a free file descriptor.
-    """
-    if not began:
-        return False
+    """Return True if process `pid`, whose `started` was `began`, has ended; False if that is unknown (0)."""
     try:
         fields = _read_stat(pid)
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    except OSError:  # It cannot be read now; a signal needs no file.
-        with contextlib.suppress(PermissionError):
-            try:
-                os.kill(pid, 0)
-            except ProcessLookupError:
-                return True
-        return False
-    return fields[0] in "ZX" or int(fields[19]) != began
+    except OSError as error:
+        return began > 0 and isinstance(error, FileNotFoundError | ProcessLookupError)
+    return began > 0 and (fields[0] in "ZX" or int(fields[19]) != began)
 
 
 def is_stopped(pid: int) -> bool:
@@ -228,19 +216,18 @@ def is_stopped(pid: int) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """Read the fields of /proc/PID/stat from the state on (number 3 in its manual page)."""
-    try:
+    with contextlib.suppress(OSError):
         return _read_stat(pid)
-    except OSError:
-        return []
+    return []
 
 
 def _read_stat(pid: int) -> list[str]:
+    # The fields from the state on (number 3 in its manual page).
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _status_files(run_dir: Path) -> dict[str, bytes]:
-    """Read the valid files of all roles: role -> content; none without free descriptors."""
+    # The valid files: role -> content; none without free descriptors.
     found = {}
     for path in sorted((run_dir / FOLDER).glob("[!.]*")):
         try:
@@ -259,7 +246,12 @@ def _process(role: str, content: bytes) -> Process:
     rows = (_ROW.unpack_from(content, _HEAD.size + number * _ROW.size) for number in range(_ROWS))
     now = time.monotonic()
     activities = tuple(
-        ThreadActivity(thread=_text(thread), what=_text(what), seconds=now - since, allowed=allowed)
+        ThreadActivity(
+            thread=str(thread.rstrip(b"\0"), errors="replace"),
+            what=str(what.rstrip(b"\0"), errors="replace"),
+            seconds=now - since,
+            allowed=allowed,
+        )
         for since, allowed, thread, what in rows
         if since > 0
     )
@@ -268,15 +260,10 @@ def _process(role: str, content: bytes) -> Process:
     return Process(role=role, pid=pid, alive=alive, activities=activities)
 
 
-def _text(raw: bytes) -> str:
-    return raw.rstrip(b"\0").decode(errors="replace")
-
-
 # --- hangs ---
 
 POLL_INTERVAL: Final = 1.0
-STACKS_SECONDS: Final = 2.0
-"""Time for processes to write their stacks before one of them is ended."""
+STACKS_SECONDS: Final = 2.0  # for processes to write their stacks before one of them is ended
 
 
 class Watchdog:
@@ -292,12 +279,21 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="hang watch", daemon=True)
         self._thread.start()
 
-    def check(self) -> None:
-        """End overdue processes."""
+    def _check(self) -> None:
         for process in read(self.run_dir):
             late = next((activity for activity in process.activities if activity.overdue), None)
-            if process.alive and late is not None:
-                self._end(process, late)
+            if not process.alive or late is None:
+                continue
+            dump_stacks(self.run_dir)
+            self._tell(
+                f"{process.role} (process {process.pid}) hangs: {late.what!r} takes {late.seconds:.0f} s, "
+                f"its deadline was at {late.allowed:.0f} s (--hang-timeout, or the wait's own, after the "
+                f"last sign of progress). It is ended; the stacks of all processes are in "
+                f"{self.run_dir / FOLDER}"
+            )
+            self.hangs += 1
+            time.sleep(STACKS_SECONDS)
+            os.kill(process.pid, signal.SIGABRT if process.pid == os.getpid() else signal.SIGKILL)
 
     def close(self) -> None:
         """Stop checking."""
@@ -306,17 +302,140 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._closing.wait(POLL_INTERVAL):
-            self.check()
+            self._check()
 
-    def _end(self, process: Process, late: ThreadActivity) -> None:
-        dump_stacks(self.run_dir)
-        self._tell(
-            f"{process.role} (process {process.pid}) hangs: {late.what!r} takes {late.seconds:.0f} s, "
-            f"its deadline was at {late.allowed:.0f} s (--hang-timeout, or the wait's own, after the last "
-            "sign of progress). It is ended; the stacks of all processes are in "
-            f"{self.run_dir / FOLDER}"
-        )
-        self.hangs += 1
-        time.sleep(STACKS_SECONDS)
-        me = process.pid == os.getpid()
-        os.kill(process.pid, signal.SIGABRT if me else signal.SIGKILL)
+
+# --- stop requests ---
+
+_ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopFlag:
+    """Set by SIGINT, SIGTERM or SIGHUP (a lost terminal); later ones change nothing."""
+
+    def __init__(self) -> None:
+        self.set, self._told = False, False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.set = True
+
+    def pop_events(self) -> list[str]:
+        """Return the user's message once, after the first signal."""
+        told, self._told = self._told, self.set
+        return ["stopping: what was learned is saved first"] if self.set and not told else []
+
+    @contextmanager
+    def listening(self) -> Iterator[StopFlag]:
+        """Handle these signals within the block; main thread only."""
+        with _handled(self._note, *_ENDING):
+            yield self
+
+
+@contextmanager
+def interrupts_raised() -> Iterator[None]:
+    """Make SIGTERM and SIGHUP, like SIGINT, raise KeyboardInterrupt within the block; main thread only."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    with _handled(interrupt, *_ENDING):
+        yield
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Defer the first Ctrl-C to the end of the block; a second one interrupts at once."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # Ctrl-C raises no KeyboardInterrupt here.
+        return
+    interrupted = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        if interrupted:
+            raise KeyboardInterrupt
+        interrupted = True
+
+    with _handled(note, signal.SIGINT):
+        yield
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
+    # A SIGHUP that is ignored from the start stays so: that is how `nohup` works.
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    heeded = [number for number in numbers if not (ignored and number == signal.SIGHUP)]
+    before = {number: signal.signal(number, handler) for number in heeded}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
+# --- ends ---
+
+_exit_code: int | None = None
+
+
+# A call that may block for ever runs on a `BlockingThread`, which is abandoned at its deadline. If it returns
+# while Python ends, Python up to 3.13 ends the thread where it asks for the interpreter; within a destructor
+# of torch's that aborts the process (SIGABRT), and torchrun ends the other ranks. With such a thread a
+# process therefore ends after Python's exit handlers.
+
+
+class BlockingThread(threading.Thread):
+    """Daemon thread for a call into a library that may block for ever."""
+
+    def __init__(self, call: Callable[[], object], name: str) -> None:
+        super().__init__(target=call, name=name, daemon=True)
+
+
+def expect_exit(code: int) -> int:
+    """Register the exit code and return it; the last call of a program."""
+    global _exit_code
+    _exit_code = code
+    return code
+
+
+# Exit handlers run in reverse order: a program imports this module before those that register others.
+@atexit.register
+def _end() -> None:
+    if _exit_code is None or not any(isinstance(thread, BlockingThread) for thread in threading.enumerate()):
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, AttributeError, ValueError):  # Closed, or without a reader.
+            stream.flush()
+    os._exit(_exit_code)
+
+
+def die_with_parent(parent: int) -> None:
+    """Make this process end when the process `parent` does, however that ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # It died before the call.
+        os._exit(1)
+
+
+# --- file descriptors ---
+
+REMEDY: Final = (
+    "This process may open no more files. Raise its limit (ulimit -n) before the run is started, or see what "
+    "holds them: ls -l /proc/PID/fd, and for connections ss -tnp."
+)
+
+
+def raise_limit() -> int:
+    """Raise the soft limit of open files to the hard one; returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):  # Some systems have a lower limit of their own.
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def exhausted(error: BaseException) -> bool:
+    """Return True if an error means that this process, or the system, has no free file descriptor."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)

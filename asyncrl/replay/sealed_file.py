@@ -21,7 +21,7 @@ from typing import Final
 import h5py
 
 from asyncrl.errors import CodecMissing, OutOfFiles, ReplayError
-from asyncrl.observability import signals
+from asyncrl.observability import process_status
 from asyncrl.storage.atomic import replacing
 from asyncrl.storage.untrusted import open_regular
 
@@ -95,7 +95,7 @@ def _check_whole(path: Path) -> int:
         finally:
             os.close(handle)
     except OSError as error:
-        if signals.exhausted(error):
+        if process_status.exhausted(error):
             raise unreadable(path, error) from None
         raise ReplayError(f"{path} cannot be read ({error.strerror}). Check the path.") from None
     except ValueError as error:
@@ -136,8 +136,8 @@ def _checksum_outside(
 
 def unreadable(path: Path, error: Exception) -> ReplayError:
     """Return the error of a damaged file, or of too few file descriptors."""
-    if signals.exhausted(error):
-        return OutOfFiles(f"{path} cannot be read now ({error}). {signals.REMEDY}")
+    if process_status.exhausted(error):
+        return OutOfFiles(f"{path} cannot be read now ({error}). {process_status.REMEDY}")
     return damaged(path, str(error))
 
 
@@ -149,6 +149,7 @@ def damaged(path: Path, why: str) -> ReplayError:
 def is_full(error: OSError) -> bool:
     """True if an error of writing means that there is no space."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
 
 
 def require_codec(path: Path, dataset: h5py.Dataset) -> None:

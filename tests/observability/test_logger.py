@@ -244,17 +244,6 @@ def test_the_file_begins_with_the_command_and_the_settings(tmp_path):
     assert command == "    asyncrl train --seed 3"
     table = values["run/settings/text_summary"].tensor.string_val[0].decode()
     assert "| actor.success_threshold | 0.7 |" in table.splitlines()
-    from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
-
-    raw = values["_hparams_/session_start_info"].metadata.plugin_data.content
-    told = HParamsPluginData.FromString(raw).session_start_info.hparams
-    assert {name: told[name].number_value for name in ("seed", "actor.success_threshold")} == {
-        "seed": 3.0,
-        "actor.success_threshold": 0.7,
-    }
-    assert told["resume"].WhichOneof("kind") == "bool_value"
-    assert told["world"].string_value == "tabletop"
-    assert "_hparams_/session_end_info" not in values
 
 
 def test_a_run_without_settings_has_no_pages_about_it(tmp_path):

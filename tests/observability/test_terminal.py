@@ -128,11 +128,11 @@ def test_the_learner_comes_first_and_the_replay_not_at_all() -> None:
         process("actor-3", "deciding", alive=False),
     ]
     assert status_line(some, 65.0, 200) == (
-        "0:01:05  [#-----------]  learner-0: waiting for a batch: 1 of 8 groups  "
-        "actor-1: deciding with version 2  actor-2: starting  actor-3: ended"
+        "0:01:05  learner-0: waiting for a batch: 1 of 8 groups  actor-1: deciding with version 2  "
+        "actor-2: starting  actor-3: ended"
     )
     cut = status_line(some, 65.0, 40)
-    assert cut == "0:01:05  [#-----------]  learner-0: ..."
+    assert cut == "0:01:05  learner-0: waiting for a ba..."
     assert len(cut) < 40, "a terminal that is filled to its last column begins a new line"
 
 
