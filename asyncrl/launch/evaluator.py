@@ -86,7 +86,7 @@ def plan(
     source = SimulatorSource(name=name, settings=keywords, horizon=config.simulator.horizon)
     if getattr(registry.resolve("simulator", name), "any_image_size", False):
         source = source.with_(image_size=files.image_size)
-    most = -(-settings.episodes // max(settings.workers, 1))
+    most = -(-settings.episodes // max(config.simulator.workers, 1))
     source = source.with_(places=max(1, min(source.usual_places(), most)))
     spec = source.spec()
     try:

@@ -1,10 +1,7 @@
 """Append records to a file from a thread, so that a full, slow or lost disk blocks no caller.
 
-add (any thread)     queues a record in bounded memory; returns at once
-the file's thread    consumes   the queue                  waits for: the disk
-                     produces   whole records, in order    ended by:  close
-
-A failed write is undone and repeated. Records beyond the queue's limit are lost and counted.
+The file's thread consumes a queue of bounded memory and writes whole records, in order, until `close`. A
+failed write is undone and repeated. Records beyond the queue's limit are lost and counted.
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import accumulate, islice, takewhile
 from pathlib import Path
 from typing import Final
 
@@ -49,15 +47,11 @@ class BackgroundFile:
         self._path, self._what, self._limit, self._lost = path, what, limit, lost
         self._tell, self._write = tell, write
         self._file: int | None = None
-        self._whole: int | None = None
-        """Bytes of whole records in the file before the last write."""
+        self._whole: int | None = None  # bytes of whole records in the file before the last write
         self._changed = threading.Condition()  # guards the fields below
-        self._queue = deque[bytes]()
-        self._bytes, self._lost_now = 0, 0
+        self._queue, self._bytes, self._lost_now = deque[bytes](), 0, 0
         self._began: float | None = None  # start of the current write
-        self._late = False
-        """Writing fails, and `tell` was called."""
-        self._closing = False
+        self._late = self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"writer of {what}", daemon=True)
         self._thread.start()
 
@@ -82,7 +76,7 @@ class BackgroundFile:
             return not self._queue
 
     def close(self, seconds: float) -> None:
-        """Write the queue within `seconds`, and stop. The rest is lost and counted."""
+        """Write the queue within `seconds`, and stop. The rest is lost and counted. May be called twice."""
         with self._changed:
             if self._closing:
                 return
@@ -92,6 +86,16 @@ class BackgroundFile:
         if left := len(self._queue):
             waits.count(self._lost, left)
             self._tell(f"{left} {self._what} were not written to {self._path}: the disk took none of them")
+
+    def _on_failure(self, reason: str) -> None:
+        with self._changed:
+            told, self._late = self._late, True
+            self._changed.notify_all()
+        if not told:
+            self._tell(
+                f"{self._what} are late: {self._path} cannot be written ({reason}). The run goes on; up to "
+                f"{self._limit >> 20} MiB of them wait in memory, and later ones are lost"
+            )
 
     # --- the file's thread ---
 
@@ -108,24 +112,20 @@ class BackgroundFile:
                         break
                     self._changed.wait_for(lambda: self._closing, PAUSE)
             else:
-                self._on_success(records)
+                self._pop(records)
         if self._file is not None:
             os.close(self._file)
 
     def _next(self) -> list[bytes]:
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closing)  # Idle: it has no deadline.
-            records, size = list[bytes](), 0
-            for record in self._queue:
-                size += len(record)
-                if records and size > LARGEST_WRITE:
-                    break
-                records.append(record)
-            self._began = time.monotonic() if records else None
-            return records
+            sizes = accumulate(map(len, self._queue))
+            count = sum(1 for _ in takewhile(lambda size: size <= LARGEST_WRITE, sizes))
+            self._began = time.monotonic() if self._queue else None
+            return list(islice(self._queue, max(1, count)))
 
     def _append(self, content: bytes) -> None:
-        """Write all of it or, with an error, nothing."""
+        # All of it or, with an error, nothing.
         try:
             if self._file is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,18 +147,7 @@ class BackgroundFile:
         if self._whole is not None and self._whole < os.fstat(file).st_size:
             os.ftruncate(file, self._whole)
 
-    def _on_failure(self, reason: str) -> None:
-        with self._changed:
-            if self._late:
-                return
-            self._late = True
-            self._changed.notify_all()
-        self._tell(
-            f"{self._what} are late: {self._path} cannot be written ({reason}). The run goes on; up to "
-            f"{self._limit >> 20} MiB of them wait in memory, and later ones are lost"
-        )
-
-    def _on_success(self, records: list[bytes]) -> None:
+    def _pop(self, records: list[bytes]) -> None:
         with self._changed:
             self._began = None
             for record in records:

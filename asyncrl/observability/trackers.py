@@ -84,8 +84,7 @@ class Trackers(contextlib.AbstractContextManager["Trackers"]):
         close_seconds: float = CLOSE_SECONDS,
     ) -> None:
         """Start a process for each tracker but `ALWAYS`; it gets the rows after those in metrics.jsonl."""
-        self._seconds = close_seconds
-        self._all, rows = list[_Tracker](), run_dir / "metrics.jsonl"
+        self._seconds, self._all, rows = close_seconds, list[_Tracker](), run_dir / "metrics.jsonl"
         sent = rows.stat().st_size if rows.exists() else 0  # By earlier starts of the run.
         for name in [name for name in names if name != ALWAYS]:
             try:
@@ -146,10 +145,8 @@ class _Tracker:
             self.gone = True
             self._lines.close()
             if code:
-                self._tell(
-                    f"{self._name} gets nothing any more (its process ended with exit code {code}). "
-                    f"The run goes on: {self._log_path}"
-                )
+                how = f"its process ended with exit code {code}"
+                self._tell(f"{self._name} gets nothing any more ({how}). The run goes on: {self._log_path}")
 
     def close(self, seconds: float) -> None:
         try:
@@ -170,12 +167,8 @@ def environment_of_tracker(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a tracker's process: without torchrun's ranks, and without a GPU."""
     kept = {k: v for k, v in environ.items() if k not in _RANKS and not k.startswith("TORCHELASTIC_")}
     path = os.pathsep.join(filter(None, [environ.get("PYTHONPATH"), str(Path(__file__).parents[2])]))
-    return kept | {
-        "PYTHONPATH": path,
-        "CUDA_VISIBLE_DEVICES": "",
-        "ACCELERATE_USE_CPU": "true",
-        "OMP_NUM_THREADS": "1",
-    }
+    own = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    return kept | own | {"OMP_NUM_THREADS": "1"}
 
 
 # --- in the tracker's process ---

@@ -46,12 +46,6 @@ def test_flags_reach_nested_settings() -> None:
     )
 
 
-def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
-    path = toml(tmp_path, "updates = 7\nseed = 5\n[actor]\nslots = 3\nmax-decisions = 2\n")
-    config = parse([str(path), "--updates", "9"])
-    assert config == TrainConfig(updates=9, seed=5, actor=ActorSettings(slots=3, max_decisions=2))
-
-
 def test_a_whole_number_may_stand_for_a_real_one() -> None:
     assert overlay(TrainConfig(), {"batch_timeout": 30}, "here").batch_timeout == 30.0
 
@@ -70,6 +64,8 @@ def test_a_whole_number_may_stand_for_a_real_one() -> None:
         ("batch_timeout = true", "batch_timeout is True, expected float"),
         ("replay = 3", "must be a table of settings, found int"),
         ("updates = ", "is not valid toml"),
+        ("[correction]\nkind = 'tiss'", r"kind is 'tiss'.*Perhaps you meant 'tis'"),
+        ("[actor]\nmax-decision = 2", "Perhaps you meant 'max_decisions'"),
     ],
 )
 def test_a_wrong_file_is_answered_with_what_is_wrong(tmp_path: Path, text: str, answer: str) -> None:
@@ -143,11 +139,6 @@ def test_settings_that_cannot_work_together_are_refused(changes: dict[str, Any],
         table.setdefault(part, {})[field] = value
     with pytest.raises(ConfigError, match=message):
         overlay(TrainConfig(), table, "test")
-
-
-def test_a_choice_that_does_not_exist_is_refused_in_a_file_as_on_the_command_line() -> None:
-    with pytest.raises(ConfigError, match=r"kind is 'tiss'.*Perhaps you meant 'tis'"):
-        overlay(TrainConfig(), {"correction": {"kind": "tiss"}}, "run.toml")
 
 
 GRPO = {

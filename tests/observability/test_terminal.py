@@ -192,26 +192,6 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return write_models(tmp_path_factory.mktemp("models"))
 
 
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.timeout(120)
-def test_a_run_into_head_ends_as_it_would_have_without_it(flags: list[str], tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    process = subprocess.Popen(
-        [*TRAIN, *flags, "--updates", "4", "--run-dir", str(run)],
-        env=environment(tmp_path),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline().startswith(b"asyncrl ")
-    process.stdout.close()
-    assert process.wait(100) == 0
-    assert len(rows(run)) == 4
-    assert "asyncrl evaluate" in (run / "logs" / "learner-0.log").read_text()
-    assert left_over(tmp_path) == []
-
-
 @pytest.mark.multiprocess
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("placement", ["inline", pytest.param("processes", marks=pytest.mark.slow)])

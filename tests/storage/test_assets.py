@@ -104,10 +104,3 @@ def test_a_shipped_world_begins_where_its_own_start_states_are(assets: Path, tmp
     assert start_states_path("tabletop", "tabletop_opensora") == assets / "tabletop" / "start_states.h5"
     assert start_states_path("tabletop_evac", "tabletop") == assets / "tabletop_evac" / "start_states.h5"
     assert start_states_path(str(tmp_path / "mine.h5"), "tabletop_evac") == tmp_path / "mine.h5"
-
-
-def test_half_a_shipped_policy_is_not_a_policy(assets: Path) -> None:
-    (assets / "tabletop" / "policy").mkdir(parents=True)
-    (assets / "tabletop" / "policy" / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="'tabletop'"):
-        policy_folder("tabletop")

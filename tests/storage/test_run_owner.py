@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import stat
@@ -19,6 +18,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.storage import run_owner
 from asyncrl.storage.run_owner import FolderInUse
 
+VALID = '{"secret": "' + 32 * "ab" + '", "attempt": %d, "folder": [1, 2]}'
 HOLD = """
 import sys, time
 from pathlib import Path
@@ -96,15 +96,6 @@ def test_of_many_that_want_it_at_once_one_gets_it(tmp_path: Path) -> None:
     assert sorted(process.wait(60) for process in asking) == [0, 7, 7, 7, 7, 7]
 
 
-def test_a_copied_folder_is_free(tmp_path: Path) -> None:
-    original = tmp_path / "a"
-    original.mkdir()
-    lock = run_owner.acquire(original)
-    shutil.copytree(original, tmp_path / "b")
-    run_owner.acquire(tmp_path / "b").release()
-    lock.release()
-
-
 @pytest.mark.parametrize(
     ("name", "start", "message"),
     [
@@ -152,16 +143,6 @@ def test_every_start_counts_and_keeps_the_secret(tmp_path: Path) -> None:
     assert first.secret not in repr(first)
 
 
-def test_two_runs_do_not_know_each_other(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    a, b = run_owner.next_attempt(tmp_path / "a"), run_owner.next_attempt(tmp_path / "b")
-    assert a.knows(a.secret)
-    assert not a.knows(b.secret)
-    assert not a.knows("")
-    assert not a.knows("é")
-
-
 def test_a_copied_folder_gets_a_secret_of_its_own_and_a_moved_one_keeps_it(tmp_path: Path) -> None:
     original = tmp_path / "run"
     original.mkdir()
@@ -171,13 +152,15 @@ def test_a_copied_folder_gets_a_secret_of_its_own_and_a_moved_one_keeps_it(tmp_p
         run_owner.read_identity(tmp_path / "copy")
     copy = run_owner.next_attempt(tmp_path / "copy")
     assert copy.attempt == 1
-    assert not before.knows(copy.secret)
+    assert before.knows(before.secret)
+    assert not any(map(before.knows, (copy.secret, "", "é")))
     original.rename(tmp_path / "moved")
     assert run_owner.read_identity(tmp_path / "moved") == before
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[1]", "{}", "[" * 5000, '{"secret": 1, "attempt": 1, "folder": [1, 2]}', "\udcff"]
+    "content",
+    ["{", "{}", '{"secret": 1, "attempt": 1, "folder": [1, 2]}', VALID % -1, VALID % 10**30, "\udcff"],
 )
 def test_a_damaged_file_is_named(tmp_path: Path, content: str) -> None:
     path = tmp_path / "identity.json"
@@ -185,15 +168,6 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: str) -> None:
     path.chmod(0o600)
     with pytest.raises(ConfigError, match=r"identity\.json is damaged\. Delete it"):
         run_owner.next_attempt(tmp_path)
-
-
-@pytest.mark.parametrize("attempt", [0, -1, True, 1.5, 10**30, "1"])
-def test_a_number_that_counts_nothing_is_damage(tmp_path: Path, attempt: object) -> None:
-    run_owner.next_attempt(tmp_path)
-    path = tmp_path / "identity.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"attempt": attempt}))
-    with pytest.raises(ConfigError, match="damaged"):
-        run_owner.read_identity(tmp_path)
 
 
 def test_a_file_that_others_can_read_is_no_secret(tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def test_truncated_and_missing_files_are_refused(tmp_path: Path) -> None:
         load_pth(tmp_path / "none.ckpt")
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_damaged_pickles_end_in_an_error_or_in_tensors(tmp_path: Path, seed: int) -> None:
     path, proof = tmp_path / "a.ckpt", tmp_path / "proof"
     torch.save({"state_dict": tensors(), "odd": Acts(proof), "set": {1, 2}}, path)
