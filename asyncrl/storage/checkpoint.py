@@ -278,16 +278,15 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 def keep_copy(checkpoint: Path, target: Path) -> None:
     """Replace `target` by hard links to a checkpoint's files, or copies if links are not supported."""
-
-    def link(source: str, copy: str) -> None:
-        try:
-            os.link(source, copy)
-        except OSError:
-            shutil.copyfile(source, copy)
-
     remove(target)
     try:
-        shutil.copytree(checkpoint, target, copy_function=link)
+        for source in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
+            copy = target / source.relative_to(checkpoint)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(source, copy)
+            except OSError:
+                shutil.copyfile(source, copy)
         if not is_whole(target):  # It was being deleted, file by file.
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(checkpoint))
     except BaseException:
