@@ -151,7 +151,6 @@ def is_full(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-
 def require_codec(path: Path, dataset: h5py.Dataset) -> None:
     """Check that a dataset can be decoded here: `asyncrl replay compact` of earlier versions knew codecs.
 

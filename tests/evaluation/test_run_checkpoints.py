@@ -1,6 +1,7 @@
 """The versions of a run are measured as they come: the newest that is due, and never one twice."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
