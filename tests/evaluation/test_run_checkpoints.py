@@ -1,7 +1,6 @@
 """The versions of a run are measured as they come: the newest that is due, and never one twice."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
