@@ -144,10 +144,9 @@ class SimulatorSettings(Bounded, section="simulator."):
     ] = 0
     """Simulator processes of each actor, which share its --actor.slots, and of --evaluate-every (there at
     least 1); LIBERO has one slot in each. 0: the actor's own process simulates, while the policy waits."""
-    starts: Literal["random", "stored", "evaluation"] = "random"
-    """Starts of episodes. random: drawn below the seeds of evaluations. stored: stored starts that no
-    evaluation plays, from the 50th of each task on. evaluation: all stored starts, so that `asyncrl evaluate`
-    measures nothing new."""
+    starts: Literal["random", "evaluation"] = "random"
+    """Starts of episodes. random: drawn below the seeds of evaluations. evaluation: stored starts, so that
+    `asyncrl evaluate` measures nothing new."""
     horizon: Annotated[int, AtLeast(0, "it counts steps.", "Use 0 for the simulator's.", highest=100_000)] = 0
     """Steps until an episode is truncated; 0: the simulator's own."""
     image_size: Annotated[

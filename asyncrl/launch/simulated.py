@@ -29,8 +29,6 @@ from asyncrl.worlds.start_states import start_state_at
 if TYPE_CHECKING:
     from asyncrl.actors.play import SimulatorBackend
 
-EVALUATED_TRIALS: Final = 50  # first stored starts of each task, for evaluations
-
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatorFiles:
@@ -188,18 +186,10 @@ class TrainingStarts:
 
     def __init__(self, spec: SimulatorSpec, seed: int, kind: str) -> None:
         self.spec, self.seed, self.kind = spec, seed, kind
-        if kind == "random":
-            return
-        if not spec.trials:
+        if kind == "evaluation" and not spec.trials:
             raise ConfigError(
-                f"--simulator.starts is {kind}, but in {spec.name} every seed is a start: none are stored. "
-                "Use random."
-            )
-        if kind == "stored" and spec.trials <= EVALUATED_TRIALS:
-            raise ConfigError(
-                f"--simulator.starts is stored, but the {spec.trials} stored starts of each task of "
-                f"{spec.name} are those that evaluations play: success there would say nothing of new ones. "
-                "Use random, or --simulator.starts evaluation to train on them all the same."
+                f"--simulator.starts is evaluation, but in {spec.name} every seed is a start: none are "
+                "stored. Use random."
             )
 
     def __getitem__(self, n: int) -> SimStart:
@@ -211,8 +201,7 @@ class TrainingStarts:
         if self.kind == "random":
             seed = int(drawn.integers(HELD_OUT // tasks)) * tasks + task
             return random_start(self.spec, seed)
-        first = EVALUATED_TRIALS if self.kind == "stored" else 0
-        return stored_start(self.spec, task, int(drawn.integers(first, self.spec.trials)))
+        return stored_start(self.spec, task, int(drawn.integers(self.spec.trials)))
 
     def left(self, quarantined: Collection[str]) -> int:
         """Return the number of starts that remain: there are always others."""

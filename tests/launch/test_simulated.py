@@ -89,26 +89,15 @@ def test_starts_follow_from_seed_and_number_and_no_evaluation_plays_them() -> No
 
 
 def test_tasks_of_a_simulator_with_stored_starts_take_turns() -> None:
-    for kind in ("random", "stored", "evaluation"):
+    for kind in ("random", "evaluation"):
         drawn = [TrainingStarts(STORED, 0, kind)[n] for n in range(200)]
         assert Counter(start.task_id for start in drawn) == {0: 100, 1: 100}
         trials = {start.trial for start in drawn}
         if kind == "random":
             assert trials == {-1}
             assert all(start.seed < HELD_OUT and start.task == STORED.tasks[start.task_id] for start in drawn)
-        elif kind == "stored":
-            assert trials == set(range(50, 60)), "the first 50 are what evaluations play"
         else:
             assert trials & set(range(50))
-
-
-def test_stored_starts_that_evaluations_play_must_be_asked_for_by_that_name() -> None:
-    fifty = replace(STORED, trials=50)
-    with pytest.raises(ConfigError, match=r"the 50 stored starts .* play.*--simulator.starts evaluation"):
-        TrainingStarts(fifty, 0, "stored")
-    assert TrainingStarts(fifty, 0, "evaluation")[0].trial < 50
-    with pytest.raises(ConfigError, match="every seed is a start: none are stored"):
-        TrainingStarts(SimulatorSource(name="tabletop").spec(), 0, "evaluation")
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -126,7 +115,7 @@ def test_stored_starts_that_evaluations_play_must_be_asked_for_by_that_name() ->
         (["--actor.success-threshold", "0.5"], r"--actor.success-threshold is set.*no reward model"),
         (["--actor.success-frames", "last"], r"--actor.success-frames is set"),
         (["--placement", "learner=0,policy=0,world=1"], r"--placement is set"),
-        (["--simulator.starts", "stored"], r"every seed is a start"),
+        (["--simulator.starts", "evaluation"], r"every seed is a start: none are stored"),
         (["--world-settings", "colour=red"], r"--world tabletop cannot be built.*--world-settings"),
         (["--simulator.image-size", "7"], r"16 to 512 pixels"),
     ],
