@@ -165,15 +165,15 @@ def _fit_world(config: FitWorld) -> None:
 
 def _fine_tunes_world(config: FitWorld) -> bool:
     """True if a large world may be meant: it is then written as it was read."""
-    from asyncrl.launch.fine_tune import can_fine_tune
-    from asyncrl.worlds.files import is_published
+    from asyncrl.fitting.world import fit_class
+    from asyncrl.worlds.files import is_published, world_kind
 
     if not config.refine:
         return False
     if config.asked_of_fine_tuning() or read_job().size > 1:
         return True
     folder = world_folder(config.refine)
-    return is_published(folder) and can_fine_tune(folder)
+    return is_published(folder) and fit_class(world_kind(folder)).fine_tunes
 
 
 def _fit_reward(config: FitReward) -> None:

@@ -97,11 +97,6 @@ def _load(config: FitPolicy, recordings: Recordings, device: torch.device) -> Op
     return policy
 
 
-def can_fine_tune(folder: Path) -> bool:
-    """Return True if the world in a folder is of a kind that can be fine-tuned; reads no weights."""
-    return fit_class(world_kind(folder)).fine_tunes
-
-
 def fine_tune_world(config: FitWorld, recordings: Recordings) -> str:
     """Fine-tune and write the world, merged, and adapters to ``out/adapter``; rank 0 returns a line."""
     check_fine_tuning(config)
@@ -133,7 +128,7 @@ def check_fine_tuning(config: FitWorld) -> None:
     """Check what can be known before recordings and weights are read."""
     source = world_folder(config.refine)
     parts_of(config.batch, read_job().size, config.micro_batch)
-    if not can_fine_tune(source):
+    if not fit_class(world_kind(source)).fine_tunes:
         raise ConfigError(
             f"--refine {config.refine} is a world of {world_title(source)}. Several ranks, --lora.rank, "
             "--precision bf16, --micro-batch and --gradient-checkpointing are there for Wan worlds only. "
