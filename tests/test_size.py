@@ -19,9 +19,9 @@ CEILINGS = {
     "doctor": (1326, 7),
     "evaluation": (937, 5),
     "fitting": (3931, 15),
-    "launch": (4580, 20),
+    "launch": (4560, 20),
     "learner": (3260, 16),
-    "messaging": (1035, 6),
+    "messaging": (1026, 6),
     "observability": (2589, 11),
     "policies": (3130, 14),
     "replay": (4005, 18),
@@ -33,7 +33,7 @@ CEILINGS = {
     "worlds": (5550, 24),
 }
 """Package (empty: the top level) -> most lines and modules."""
-MOST_TEST_LINES = 48_715
+MOST_TEST_LINES = 45_550
 MOST_BENCHMARK_LINES = 3_500
 LONGEST_FILE, LONGEST_FUNCTION = 440, 60
 HOT_PATH = ("actors", "learner", "replay/limiter.py", "records.py")
