@@ -14,6 +14,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # Workers would take each other's cores
 import torch
 
 from asyncrl.actors.imagination import WorldBackend
+from asyncrl.config.sections import ActorSettings
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.replay.server import ReplayServer
@@ -45,7 +46,8 @@ def imagination() -> WorldBackend:
     policy, world = small_policy(), nano_wan(2, version=5)
     config = RewardConfig.tiny(TASKS)
     sampling = SamplingParams(temperature=1.3, top_k=20)
-    return WorldBackend(policy, world, ResNetReward(RewardNetwork(config), config), sampling)
+    reward = ResNetReward(RewardNetwork(config), config)
+    return WorldBackend(policy, world, reward, sampling, rule=ActorSettings(max_decisions=6))
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.actors.slots import Backend, EpisodeEnd, EpisodeInProgress, RowFailure, Slots, Stage, TimedWork
-from asyncrl.config.sections import SuccessFrames
+from asyncrl.config.sections import ActorSettings
 from asyncrl.devices.streams import DeviceEvent, wait_for
 from asyncrl.episode_layout import SAMPLE_DTYPES
 from asyncrl.errors import first_line
@@ -66,15 +66,6 @@ class InFlightDecision:
         ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class EndRule:
-    """When an imagined episode is over; fields as in `ActorSettings`."""
-
-    max_decisions: int = 6
-    threshold: float = 0.7
-    success_frames: SuccessFrames = 1
-
-
 class WorldBackend(Backend[State]):
     """Policy, world and reward model; stages hold the world's state of their episodes."""
 
@@ -85,7 +76,7 @@ class WorldBackend(Backend[State]):
         reward: RewardModel,
         sampling: SamplingParams,
         *,
-        rule: EndRule = EndRule(),
+        rule: ActorSettings,
         policy_device: torch.device = CPU,
         world_device: torch.device = CPU,
         rows: int = 0,
@@ -151,7 +142,7 @@ class WorldBackend(Backend[State]):
         """End an episode when its scores make a success (`deciding_step`), or at the limit."""
         rule, rows = self.rule, episode.decisions
         scores_NC = np.stack([row["success_scores"] for row in rows])
-        solved = deciding_step(scores_NC, rule.threshold, rule.success_frames)
+        solved = deciding_step(scores_NC, rule.success_threshold, rule.success_frames)
         if solved is None and len(rows) < rule.max_decisions - _start_state(episode).elapsed:
             return None
         rewards = np.zeros(scores_NC.shape, np.float32)

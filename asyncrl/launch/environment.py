@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.actors.actor import Actor
-from asyncrl.actors.imagination import EndRule, WorldBackend
+from asyncrl.actors.imagination import WorldBackend
 from asyncrl.actors.slots import split_slots
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import WorldDefaults
@@ -208,11 +208,7 @@ def build_imagination(config: TrainConfig, policy: Any, environment: Environment
         world,
         environment.reward,
         named_models.sampling_of(config),
-        rule=EndRule(
-            max_decisions=config.actor.max_decisions,
-            threshold=config.actor.success_threshold,
-            success_frames=config.success_frames,
-        ),
+        rule=replace(config.actor, success_frames=config.success_frames),
         policy_device=policy.device,
         world_device=world.device,
         rows=rows if config.imagination.fixed_shape else 0,

@@ -163,7 +163,10 @@ class Learner:
                 metrics = self._learn(groups)
                 metrics |= batch_metrics(outcomes, self.version - 1)
                 self._publish()
-            self._write_row(metrics)
+            try:
+                self.write_row(self.version, metrics | self._status())
+            except Exception as error:  # The other ranks go on.
+                self._failure = self._failure or error
             doing = "updating"
             intervals = (self.settings.checkpoint_every, self.settings.evaluate_every)
             if any(every > 0 and self.version % every == 0 for every in intervals):
@@ -271,12 +274,6 @@ class Learner:
     def _publish(self) -> None:
         self.publisher.publish(self.acting_tensors(), self.version)  # With all ranks, where it is sharded.
         self.replay.report_version(self.version)
-
-    def _write_row(self, metrics: dict[Metric, float]) -> None:
-        try:
-            self.write_row(self.version, metrics | self._status())
-        except Exception as error:  # The other ranks go on.
-            self._failure = self._failure or error
 
     def _status(self) -> dict[Metric, float]:
         """A row begins when the last one ended: no time is lost."""

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from asyncrl.actors import actor as actor_module
-from asyncrl.actors.imagination import EndRule, WorldBackend
+from asyncrl.actors.imagination import WorldBackend
 from asyncrl.actors.slots import EpisodeInProgress, PendingEpisode, Slots, Stage, finished_episode
-from asyncrl.config.sections import SuccessFrames
+from asyncrl.config.sections import ActorSettings, SuccessFrames
 from asyncrl.episode_layout import episode_arrays, problem_with
 from asyncrl.errors import SampleTimeout
 from asyncrl.learner.batches import valid_steps
@@ -131,7 +131,7 @@ def episode_with(scores: list[list[float]], *, keep_video: bool = False) -> Epis
 def finish(
     episode: EpisodeInProgress, max_decisions: int = 3, success_frames: SuccessFrames = 1
 ) -> Episode | None:
-    rule = EndRule(max_decisions=max_decisions, threshold=0.9, success_frames=success_frames)
+    rule = ActorSettings(max_decisions=max_decisions, success_threshold=0.9, success_frames=success_frames)
     nothing: Any = None
     world: Any = SimpleNamespace(version=0)
     ending = WorldBackend(nothing, world, nothing, nothing, rule=rule).episode_end(episode)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.actors.actor import Actor
-from asyncrl.actors.imagination import EndRule, WorldBackend
+from asyncrl.actors.imagination import WorldBackend
 from asyncrl.config.sections import ActorSettings
 from asyncrl.episode_layout import TOKENS, episode_arrays
 from asyncrl.launch.roles import open_run_replay
@@ -101,7 +101,7 @@ def actor_on(folder: Path, policy: torch.device, world: torch.device, *, stages:
         models,
         models,
         SamplingParams(temperature=1.0),
-        rule=EndRule(max_decisions=3, threshold=0.9),
+        rule=ActorSettings(max_decisions=3, success_threshold=0.9),
         policy_device=policy,
         world_device=world,
     )

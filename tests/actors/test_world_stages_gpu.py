@@ -13,7 +13,7 @@ from torch import Tensor
 
 from asyncrl.actors.actor import Actor
 from asyncrl.actors.imagination import WorldBackend
-from asyncrl.config.sections import ImaginationSettings
+from asyncrl.config.sections import ActorSettings, ImaginationSettings
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
@@ -63,7 +63,8 @@ def models_on(device: torch.device, kind: str, folder: Path) -> WorldBackend[Any
     config = RewardConfig.tiny(TASKS)
     reward = ResNetReward(RewardNetwork(config), config, device=device)
     sampling = SamplingParams(temperature=1.0)
-    return WorldBackend(policy, world, reward, sampling, policy_device=device, world_device=device)
+    rule = ActorSettings(max_decisions=6)
+    return WorldBackend(policy, world, reward, sampling, rule=rule, policy_device=device, world_device=device)
 
 
 def made(actor: Actor) -> list[int]:

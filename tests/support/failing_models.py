@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.actors.actor import Actor
-from asyncrl.actors.imagination import EndRule, WorldBackend
+from asyncrl.actors.imagination import WorldBackend
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, ReplaySettings
@@ -180,7 +180,7 @@ def actor_of(
     publisher, receiver = build_in_process()
     publisher.publish(WholeTensors(models.acting_tensors()), 0)
     settings = ActorSettings(slots=slots, pipeline_stages=stages, max_decisions=3)
-    rule = EndRule(max_decisions=3, threshold=threshold)
+    rule = ActorSettings(max_decisions=3, success_threshold=threshold)
     imagination = WorldBackend(models, models, models, SamplingParams(temperature=1.0), rule=rule)
     stream = StartStateStream([start(n) for n in range(starts)], 0)
     return Actor("inline", imagination, stream, port, receiver, settings, group_size=GROUP, run_seed=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from asyncrl.actors.actor import Actor
-from asyncrl.actors.imagination import EndRule, WorldBackend
+from asyncrl.actors.imagination import WorldBackend
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, ReplaySettings
@@ -43,7 +43,7 @@ def actor_with(
     publisher, receiver = build_in_process()
     publisher.publish(WholeTensors(models.policy.trainable_tensors()), 0)
     settings = ActorSettings(slots=slots, pipeline_stages=stages, max_decisions=decisions)
-    rule = EndRule(max_decisions=decisions, threshold=1.0)
+    rule = ActorSettings(max_decisions=decisions, success_threshold=1.0)
     where = {"policy_device": models.policy_device, "world_device": models.world_device}
     fresh = WorldBackend(models.policy, models.world, models.reward, models.sampling, rule=rule, **where)
     starts = StartStateStream([start(0), start(1)], seed=0)
