@@ -16,7 +16,7 @@ from asyncrl.fitting.fit_models import action_statistics, patch_size
 from asyncrl.fitting.loop import Schedule
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.wan import ActionScale, measured_scale, take_raw, take_scaled, windows
-from asyncrl.fitting.world import WorldOptions, check_picture_size, fit_class
+from asyncrl.fitting.world import WorldOptions, fit_class
 from asyncrl.policies.openvla.policy import load_policy
 from asyncrl.records import ActionSpec
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
@@ -138,10 +138,3 @@ def test_pictures_that_only_tiny_patches_tile_are_refused(size: int) -> None:
         ConfigError, match=rf"pictures of {size} pixels.*--dataset.image-size \d+ of a data set"
     ):
         patch_size(size)
-
-
-def test_a_world_says_of_what_its_picture_size_must_be_a_multiple() -> None:
-    recordings = in_degrees(3)
-    odd = replace(recordings, frames=recordings.frames[:, :30, :30])
-    with pytest.raises(ConfigError, match=r"multiple of 16.*--dataset.image-size 32.*--image-size 32"):
-        check_picture_size(odd, 16)

@@ -202,15 +202,6 @@ def test_an_import_keeps_states_rewards_and_all_cameras_that_were_named(tmp_path
     assert recordings_command(["stats", str(out)]) == 0
 
 
-def test_the_camera_that_is_not_at_a_wrist_is_taken_and_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    episodes = [sampled(1, 10, cameras=(WRIST, TOP))]
-    read = load_recordings([write_lerobot_folder(tmp_path / "towel", episodes, video=False)])
-    np.testing.assert_array_equal(read.frames[:10], episodes[0].pictures[TOP])
-    assert f"camera {TOP} of {WRIST}, {TOP} (--dataset.cameras)" in caplog.text
-
-
 def test_demonstrations_are_solved_at_their_end_only_if_that_is_said(
     tmp_path: Path, episodes: list[Sampled], caplog: pytest.LogCaptureFixture
 ) -> None:

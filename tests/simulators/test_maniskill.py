@@ -81,14 +81,6 @@ def test_the_expert_fulfils_the_task(name: str, steps: int, build: Build) -> Non
     assert all(rewards[:-1] == [0.0] * (len(rewards) - 1) and rewards[-1] == 1 for _, rewards in runs)
 
 
-@pytest.mark.parametrize(
-    "flaws", [{"noise": (0.9, 0.9)}, {"offset": (0.0, 0.03)}, {"place_offset": (0.06, 0.0)}]
-)
-def test_each_flaw_makes_the_expert_worse(flaws: dict[str, Any], build: Build) -> None:
-    one = build("stack_cube")
-    assert sum(expert_run(one, seed, **flaws)[0] for seed in range(4)) <= 1
-
-
 def test_only_a_retrying_expert_reaches_again(build: Build) -> None:
     one = build("stack_cube")
     found = {}

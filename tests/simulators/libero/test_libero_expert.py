@@ -65,32 +65,11 @@ def test_it_sets_the_bowl_down_as_far_beside_the_plate_as_it_is_told(simulator):
     np.testing.assert_allclose(bowl_beside_plate(simulator), [-0.05, 0.05], atol=0.025)
 
 
-@pytest.mark.slow
-def test_a_set_down_error_is_drawn_from_the_episodes_seed(simulator):
-    settings, found = Demonstrator(place_spread=0.05), []
-    for trial in (0, 1, 0):
-        demonstrate(simulator, stored_start(simulator.spec, 0, trial), settings, steps=110)
-        found.append(bowl_beside_plate(simulator))
-    np.testing.assert_array_equal(found[0], found[2])
-    assert np.linalg.norm(found[0] - found[1]) > 0.01
-
-
 def test_it_misses_the_bowl_when_it_reaches_beside_it(simulator):
     settings = Demonstrator(offset=(0.0, 0.06))
     start = stored_start(simulator.spec, 0, 0)
     assert demonstrate(simulator, start, settings, steps=110) == 0
     assert np.linalg.norm(bowl_beside_plate(simulator)) > 0.06
-
-
-@pytest.mark.slow
-def test_the_more_noise_the_less_success(simulator):
-    solved = []
-    for noise in (0.0, 0.9, 1.8):
-        settings = Demonstrator(noise=(noise, noise))
-        starts = [stored_start(simulator.spec, 0, trial) for trial in range(8)]
-        solved.append(sum(demonstrate(simulator, start, settings) > 0 for start in starts))
-    assert solved[0] == 8
-    assert solved[0] > solved[1] > solved[2]
 
 
 def test_after_an_empty_grasp_it_reaches_again_only_where_that_is_wanted(simulator, monkeypatch):
