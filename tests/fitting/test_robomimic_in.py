@@ -230,20 +230,6 @@ def test_links_to_other_files_in_the_place_of_what_is_read_are_refused(
         load_recordings([path])
 
 
-@pytest.mark.timeout(60)
-def test_pictures_that_lie_in_other_files_are_no_camera(tmp_path: Path, episodes: list[Sampled]) -> None:
-    path = write_robomimic_file(tmp_path / "lift.hdf5", episodes)
-    os.mkfifo(tmp_path / "pipe")
-    elsewhere = h5py.VirtualSource("pipe", "x", shape=(10, 8, 8, 3), maxshape=(None, 8, 8, 3))
-    layout = h5py.VirtualLayout(shape=(10, 8, 8, 3), maxshape=(None, 8, 8, 3), dtype="u1")
-    layout[0 : h5py.h5s.UNLIMITED] = elsewhere[0 : h5py.h5s.UNLIMITED]
-    with h5py.File(path, "a") as file:
-        file["data/demo_0/obs"].create_virtual_dataset("zz", layout)
-    assert len(load_recordings([path])) == 3
-    with pytest.raises(ConfigError, match="has no zz"):
-        load_recordings([path], DataSetSettings(cameras=("zz",)))
-
-
 def test_without_the_extra_one_line_says_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
