@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -212,7 +213,8 @@ def test_training_of_evac_is_told_what_imagination_tells(
 ) -> None:
     """The conditions of a decision in an episode whose frames are the recorded ones."""
     world, begin, seen = evac_world.world, int(recordings.offsets[3]), 1 + 8 * decision
-    networks, config = replace(world.networks, pose_model=model_of_moving_hands(recordings)), world.config
+    networks, config = deepcopy(world.networks), world.config
+    networks.pose_model = model_of_moving_hands(recordings)
     latents = evac_world.encode(recordings)
     poses, actions = followed_poses(networks.pose_model, recordings), torch.from_numpy(recordings.actions)
     state = world.start([first_states(recordings, 4)[3]], decisions=3)

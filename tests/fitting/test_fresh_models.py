@@ -120,8 +120,6 @@ def kitchen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worlds, "MEASURED_CLIPS", 4)
         fit(["world", *data, "--out", world, "--vae-steps", "1", "--vae-batch", "1", *steps])
-    fit(["reward", *data, "--world", world, *steps])
-    fit(["starts", *data, "--out", str(folder / "starts.h5")])
     return folder
 
 

@@ -310,6 +310,7 @@ def read(folder):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 def test_fitting_takes_a_fraction_of_the_pictures_memory(tmp_path: Path) -> None:
     """164 MB of pictures after 2 MB: the larger recording raises the peak by less than a fifth of itself."""
