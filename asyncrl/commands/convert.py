@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import tyro
 
-from asyncrl import registry
 from asyncrl.config.bounds import Bounded
 from asyncrl.config.help import ShortHelp
 from asyncrl.errors import ConfigError
 from asyncrl.launch.named_models import run_of
-from asyncrl.storage.assets import policy_folder, simulator_named
-from asyncrl.storage.atomic import read_json, write_text
+from asyncrl.storage.assets import policy_folder
+from asyncrl.storage.atomic import write_text
 
 if TYPE_CHECKING:
     from asyncrl.policies.openvla.config import OpenVLAOFTConfig
@@ -75,9 +74,8 @@ def main(arguments: list[str]) -> int:
         print(f"wrote the world of {source} in the layout of this version to {config.out}")
         return 0
     if (source / ADAPTER).is_file() and not (source / "config.json").is_file():
-        _convert_adapter(config, source)
-    else:
-        _convert(config)
+        raise ConfigError(f"{source} holds adapters alone. Convert their policy, and give them as --adapter.")
+    _convert(config)
     return 0
 
 
@@ -105,34 +103,17 @@ def _convert(config: ConvertConfig) -> None:
     print(report(config, done, time.monotonic() - began))
 
 
-def _convert_adapter(config: ConvertConfig, source: Path) -> None:
-    from asyncrl.policies.lora import export_adapter
-    from asyncrl.policies.openvla.export import ADAPTER_LOADING, open_any
-
-    # A checkpoint of a run has its adapters in a folder of its own.
-    checkpoint = source.resolve().parent
-    policy = open_any(policy_folder(config.original or str(checkpoint)))
-    training = _training(checkpoint)
-    layers = export_adapter(source, config.out, policy.rows)
-    _write_card(config, training, policy.config, loading=ADAPTER_LOADING, library="peft")
-    print(f"wrote     {config.out}: adapters of {layers} layers under published names")
-
-
 def _training(folder: Path) -> dict[str, Any]:
-    from asyncrl.policies.openvla.model_card import about_run
+    from asyncrl.policies.openvla.export import about_run
 
     run = run_of(str(folder)) if (folder / "state.json").is_file() else None
-    if run is None:
-        return {}
-    world = str(read_json(run / "config.json").get("world", ""))
-    imagined = not registry.names_code(world) and not simulator_named(world)
-    return {"run": about_run(folder, imagined=imagined), "imagined": imagined}
+    return {} if run is None else {"run": about_run(folder)}
 
 
 def _write_card(
     config: ConvertConfig, training: dict[str, Any], policy: OpenVLAOFTConfig, **loading: Any
 ) -> None:
-    from asyncrl.policies.openvla.model_card import card
+    from asyncrl.policies.openvla.export import card
 
     merged = f", with the adapter `{Path(config.adapter).name}` merged" if config.adapter else ""
     text = card(
@@ -170,14 +151,12 @@ def report(config: ConvertConfig, done: ConversionReport, seconds: float) -> str
 
 def missing(done: ConversionReport) -> list[str]:
     """Format the files that other stacks lack in the written folder, and the remedy, as lines."""
-    from asyncrl.policies.openvla.export import listed
-
     if done.unpublished:
         return [f"missing   other stacks cannot build {done.unpublished}. asyncrl opens the folder"]
     if not done.missing:
         return []
     return [
-        f"missing   {listed(done.missing)}",
+        f"missing   {', '.join(done.missing)}",
         "          without them these of other stacks do not open the folder (from_pretrained with "
         "trust_remote_code=True). The published folder that training began with has them: --original FOLDER "
         "carries them over, or copy them (of config.json its auto_map)",

@@ -134,10 +134,8 @@ class Policy(nn.Module):
             """Write a folder for `load`; `tensors`: whole `saved_tensors` if this object holds shards."""
             ...
 
-        @property
-        def sample_arrays(self) -> Mapping[str, ArraySpec]:
-            """Dtype and shape of the arrays of `ActResult.sample`, by name; letters N (decisions), C, A."""
-            ...
+        sample_arrays: Mapping[str, ArraySpec]
+        """Dtype and shape of the arrays of `ActResult.sample`, by name; letters N (decisions), C, A."""
 
         @property
         def image_size(self) -> int:
@@ -223,12 +221,7 @@ class Policy(nn.Module):
             """Raise ConfigError if a world model lacks inputs of the policy."""
             ...
 
-        @property
-        def pictures(self) -> int:
-            """Number of pictures, of a simulator's first cameras; without it, all."""
-            ...
-
-        @property
-        def proprio_numbers(self) -> int:
-            """Numbers of proprioception; 0: none."""
-            ...
+        pictures: int
+        """Number of pictures, of a simulator's first cameras; without it, all."""
+        proprio_numbers: int
+        """Numbers of proprioception; 0: none."""

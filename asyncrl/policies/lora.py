@@ -9,10 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -127,12 +126,19 @@ def _merged_weight(layer: Any) -> Tensor:
     into, out = layer.lora_A[ADAPTER].weight.detach(), layer.lora_B[ADAPTER].weight.detach()
     if not isinstance(weight, DTensor):
         into, out = (t.full_tensor() if isinstance(t, DTensor) else t for t in (into, out))
-    return _merge(weight, into, out, layer.scaling[ADAPTER])
+    return _merged(weight, pair=_Pair(into, out, layer.scaling[ADAPTER]))
 
 
-def _merge(weight: Tensor, into: Tensor, out: Tensor, scale: float) -> Tensor:
+class _Pair(NamedTuple):
+    into: Tensor  # A [r, I].
+    out: Tensor  # B [O, r].
+    scale: float
+
+
+def _merged(weight: Tensor, *, pair: _Pair) -> Tensor:
     """Compute ``W + alpha / r * B A``: ``[O, I]``, in float32, rounded once to the dtype of W."""
-    return (weight.float() + scale * (out.float() @ into.float())).to(weight.dtype)
+    into, out = pair.into.flatten(1).float(), pair.out.flatten(1).float()
+    return (weight.flatten(1).float() + pair.scale * (out @ into)).to(weight.dtype).view_as(weight)
 
 
 # --- files --------------------------------------------------------------------
@@ -161,13 +167,6 @@ def adapter_tensors(policy: nn.Module) -> dict[str, Tensor]:
 # --- adapters of policy folders -------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Pair:
-    into: Tensor  # A [r, I].
-    out: Tensor  # B [O, r].
-    scale: float
-
-
 def merge_adapter(files: TensorFiles, rows: Sequence[TensorMapping], folder: Path) -> int:
     """Make the source's weights read as ``W + alpha / r * B A``: in float32, rounded once to W's dtype."""
     pairs = read_pairs(folder)
@@ -185,11 +184,6 @@ def merge_adapter(files: TensorFiles, rows: Sequence[TensorMapping], folder: Pat
             )
         files.changes[weight] = partial(_merged, pair=pair)
     return len(pairs)
-
-
-def _merged(weight: Tensor, *, pair: _Pair) -> Tensor:
-    into, out = pair.into.flatten(1), pair.out.flatten(1)
-    return _merge(weight.flatten(1), into, out, pair.scale).view_as(weight)
 
 
 def read_pairs(folder: Path) -> dict[str, _Pair]:
@@ -226,35 +220,6 @@ def read_pairs(folder: Path) -> dict[str, _Pair]:
             "adapter with peft and convert the merged checkpoint."
         ) from error
     return pairs
-
-
-def export_adapter(source: Path, folder: Path, rows: Sequence[TensorMapping]) -> int:
-    """Write an adapter folder of `save_adapter` so that peft puts it on the published model.
-
-    Of published layers for query, key and value together, A is the three A stacked, B has the three B on its
-    diagonal, and rank and alpha are tripled (`rank_pattern`, `alpha_pattern`), so the scale is the same.
-    """
-    pairs, fields = read_pairs(source), read_json(source / CONFIG)
-    known = {ours.removesuffix(".weight") for ours, _, _ in rows}
-    if unknown := sorted(pairs.keys() - known):
-        raise CheckpointError(
-            f"{source} has adapters for layers that are not of asyncrl's policy, for example {unknown[0]}. "
-            "Only adapters that asyncrl wrote can be exported."
-        )
-    joined = _published_pairs(source, pairs, rows)
-    tripled = [re.escape(layer) for layer, pair in joined.items() if len(pair.into) == 3 * fields["r"]]
-    fields |= {
-        "target_modules": sorted(joined),
-        "exclude_modules": None,
-        "rank_pattern": dict.fromkeys(tripled, 3 * fields["r"]),
-        "alpha_pattern": dict.fromkeys(tripled, 3 * fields["lora_alpha"]),
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    halves = {f"{PREFIX}{layer}.lora_A.weight": pair.into for layer, pair in joined.items()}
-    halves |= {f"{PREFIX}{layer}.lora_B.weight": pair.out for layer, pair in joined.items()}
-    write_tensors(folder / TENSORS, halves)
-    write_json(folder / CONFIG, fields)
-    return len(joined)
 
 
 def _published_pairs(

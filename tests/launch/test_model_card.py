@@ -16,11 +16,9 @@ from asyncrl.errors import CheckpointError
 from asyncrl.evaluation import run_checkpoints
 from asyncrl.evaluation.evaluate import SuccessRate
 from asyncrl.evaluation.run_checkpoints import EvaluatedVersion
-from asyncrl.policies.lora import save_adapter
-from asyncrl.policies.openvla.model_card import NO_RUN, about_run, card
+from asyncrl.policies.openvla.export import about_run, card
 from asyncrl.storage import run_folder
 from asyncrl.storage.checkpoint import _write_state
-from support.adapters import adapted, small
 from support.published import CONFIG, run_cli, some_policy
 
 SETTINGS = TrainConfig(
@@ -31,7 +29,6 @@ SETTINGS = TrainConfig(
     lora=LoraSettings(rank=32),
 )
 TRUE = "True success, in a simulator"
-IMAGINED = {38: 0.25, 39: 0.5, 40: 0.75, 41: 1.0}
 
 
 def measured(version: int, successes: int, episodes: int = 64) -> EvaluatedVersion:
@@ -61,16 +58,13 @@ def make_run(
     progress = {"version": 40, "groups_used": 9, "bad_updates": 0, "bad_in_a_row": 0, "config_hash": ""}
     _write_state(checkpoint, {"progress": progress | {"asyncrl_version": "0.1.0"}}, None)
     (folder / "config.json").write_text(to_json(settings))
-    lines = [json.dumps({"step": step, "env/success_once": rate}) for step, rate in IMAGINED.items()]
-    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 40, "eval/success_once": 0.9}', ""]))
     for row in rows:
         run_checkpoints.append_evaluation(folder, row)
     return checkpoint
 
 
-def card_of(checkpoint: Path, imagined: bool = True, hub: dict[str, str] | None = None) -> str:
-    run = about_run(checkpoint, imagined=imagined) if checkpoint else NO_RUN
-    return card(CONFIG, run, title="x", source="run", loading="", imagined=imagined, hub=hub or {})
+def card_of(checkpoint: Path, hub: dict[str, str] | None = None) -> str:
+    return card(CONFIG, about_run(checkpoint), title="x", source="run", loading="", hub=hub or {})
 
 
 def section(text: str, title: str) -> str:
@@ -86,12 +80,6 @@ def test_a_measured_version_has_its_rate_interval_simulator_and_temperature(tmp_
     assert "| 20 | 62.5% |" in worse
     alone = card_of(make_run(tmp_path / "alone", measured(40, 32), name="best"))
     assert "Selected" not in worse + alone, "only the best of several"
-
-
-def test_imagined_success_stands_apart_and_stops_at_the_version(tmp_path: Path) -> None:
-    told = section(card_of(make_run(tmp_path)), "Success in imagination")
-    assert "50.0% of the episodes of the last 3 updates" in told
-    assert "this is not true success" in told
 
 
 @pytest.mark.parametrize("versions", [(), (0, 20, 30, 60, 80)])
@@ -152,19 +140,12 @@ def test_a_damaged_file_of_the_run_is_named(tmp_path: Path, damaged: str, conten
         card_of(checkpoint)
 
 
-def test_training_in_a_simulator_is_not_called_imagination(tmp_path: Path) -> None:
-    text = card_of(make_run(tmp_path), imagined=False)
-    assert "50.0% of the episodes" in section(text, "Success in training")
-    assert "imagination" not in text
-    assert "world-model" not in text
-
-
 def test_the_header_is_what_a_hub_reads_and_names_only_what_the_user_named(tmp_path: Path) -> None:
     checkpoint = make_run(tmp_path)
     plain = ModelCard(card_of(checkpoint)).data.to_dict()
     assert plain["library_name"] == "transformers"
     assert plain["pipeline_tag"] == "robotics"
-    assert {"openvla-oft", "reinforcement-learning", "world-model", "asyncrl"} <= set(plain["tags"])
+    assert {"openvla-oft", "reinforcement-learning", "asyncrl"} <= set(plain["tags"])
     assert not {"license", "base_model", "datasets", "metrics"} & plain.keys()
     told = ModelCard(card_of(checkpoint, hub={"license": "mit", "base_model": "owner/base"})).data.to_dict()
     assert (told["license"], told["base_model"]) == ("mit", "owner/base")
@@ -197,13 +178,3 @@ def test_a_card_of_something_else_than_a_run_says_that_nothing_is_known(tmp_path
     assert "## Training" not in text
     assert not re.search(r"\d%", text), "no rate"
     assert "`desk_no_noops`" in text
-
-
-def test_exported_adapters_have_a_card_of_their_own(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "update_000001"
-    small().save(checkpoint)
-    save_adapter(adapted(), checkpoint / "adapter")
-    assert run_cli(checkpoint / "adapter", tmp_path / "out") == 0
-    text = (tmp_path / "out" / "README.md").read_text()
-    assert "library_name: peft" in text
-    assert "PeftModel.from_pretrained" in text

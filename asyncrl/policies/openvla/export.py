@@ -1,4 +1,4 @@
-"""Convert policy folders tensor by tensor: conventions, adapters, completion for other stacks.
+"""Convert policy folders tensor by tensor: conventions, adapters, completion for other stacks, model card.
 
 `from_pretrained(..., trust_remote_code=True)` of other stacks reads, besides weights and tokenizer.json:
 
@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
+from asyncrl import __version__
 from asyncrl.errors import CheckpointError
 from asyncrl.policies.lora import merge_adapter
 from asyncrl.policies.openvla import names
@@ -40,11 +41,11 @@ from asyncrl.policies.openvla.networks import native_shapes
 from asyncrl.policies.openvla.preprocess import BEGIN, END, UNKNOWN, PromptTokenizer
 from asyncrl.storage.atomic import read_json, replacing, write_json
 from asyncrl.storage.tensor_files import INDEX, SHARD_BYTES, Spec, TensorFiles
+from asyncrl.storage.untrusted import read_json_lines
 
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 _OWN: Final = {"config.json", "tokenizer.json", "state.json", STATISTICS, INDEX}
 _CARRIED: Final = (".json", ".py", ".model", ".txt", ".jinja")
-_PROCESSORS: Final = ("AutoProcessor", "AutoImageProcessor", "AutoFeatureExtractor", "AutoTokenizer")
 _CARRIED_BYTES: Final = 20_000_000
 
 
@@ -59,7 +60,7 @@ class ConversionReport:
     left_out: tuple[str, ...]  # Tensors of the source that the options exclude.
     merged: int  # Layers with an adapter merged.
     carried: tuple[str, ...]  # Files copied that only other stacks read.
-    missing: Mapping[str, list[str]]  # Files that other stacks lack, by the classes that read them.
+    missing: list[str]  # Files that other stacks lack.
     unpublished: str  # Reason why no code of other stacks builds a policy of this size; empty: it may.
     nbytes: int  # Size of the weights written.
 
@@ -211,30 +212,17 @@ def unpublished_size(config: OpenVLAOFTConfig) -> str:
     )
 
 
-def missing_files(folder: Path) -> dict[str, list[str]]:
-    """List the files that other stacks need and a policy folder lacks, by the classes that read them."""
+def missing_files(folder: Path) -> list[str]:
+    """List the files that `from_pretrained` of other stacks needs and a policy folder lacks."""
     processors = ("preprocessor_config.json", "processor_config.json")
-    wanted: dict[str, list[str]] = {"AutoConfig and AutoModel": [], "AutoProcessor": []}
-    if not model_class(folder):
-        wanted["AutoConfig and AutoModel"] = [
-            *("config.json with auto_map", "configuration_prismatic.py", "modeling_prismatic.py")
-        ]
+    wanted = [] if model_class(folder) else ["configuration_prismatic.py", "modeling_prismatic.py"]
     if not any((folder / name).is_file() for name in processors):
-        wanted["AutoProcessor"] = ["preprocessor_config.json", "processing_prismatic.py"]
-    for name in ("config.json", *processors, TOKENIZER_CONFIG):
-        for auto, own in _auto_map(folder / name).items():
-            reader = "AutoProcessor" if auto.startswith(_PROCESSORS) else "AutoConfig and AutoModel"
-            wanted[reader] += [f"{one.rpartition('.')[0]}.py" for one in own if "--" not in one]
-    missing = {
-        reader: [name for name in dict.fromkeys(files) if not (folder / name).is_file()]
-        for reader, files in wanted.items()
-    }
-    return {reader: files for reader, files in missing.items() if files}
-
-
-def listed(missing: Mapping[str, list[str]]) -> str:
-    """Format `missing_files` on a line: ``a.py, b.json (for AutoProcessor)``."""
-    return "; ".join(f"{', '.join(files)} (for {reader})" for reader, files in missing.items())
+        wanted += ["preprocessor_config.json", "processing_prismatic.py"]
+    classes = [_auto_map(folder / name) for name in ("config.json", *processors, TOKENIZER_CONFIG)]
+    own = [one for auto_map in classes for listed in auto_map.values() for one in listed]
+    wanted += [f"{one.rpartition('.')[0]}.py" for one in own if "--" not in one]
+    lacking = [] if model_class(folder) else ["config.json with auto_map"]
+    return lacking + [name for name in dict.fromkeys(wanted) if not (folder / name).is_file()]
 
 
 def model_class(folder: Path) -> str:
@@ -253,14 +241,6 @@ def _auto_map(file: Path) -> dict[str, list[str]]:
     return {name: [one for one in of if isinstance(one, str)] for name, of in lists.items()}
 
 
-ADAPTER_LOADING: Final = """\
-`peft` puts the low-rank adapters of this folder on the published model that training began with:
-
-```python
-model = PeftModel.from_pretrained(model, "FOLDER")
-```"""
-
-
 def loading(folder: Path, report: ConversionReport) -> str:
     """Describe how asyncrl and other stacks load an export."""
     own = "```bash\nasyncrl evaluate FOLDER\nasyncrl train --policy FOLDER\n```\n\n"
@@ -268,9 +248,9 @@ def loading(folder: Path, report: ConversionReport) -> str:
         return f"{own}Other stacks cannot build {report.unpublished}."
     if report.missing:
         return (
-            f"{own}Other stacks do not open this folder, because it lacks {listed(report.missing)}. They are "
-            "in the published folder that training began with: copy them, or convert again with `--original "
-            "FOLDER`."
+            f"{own}Other stacks do not open this folder, because it lacks {', '.join(report.missing)}. They "
+            "are in the published folder that training began with: copy them, or convert again with "
+            "`--original FOLDER`."
         )
     name = model_class(folder)
     return (
@@ -278,3 +258,127 @@ def loading(folder: Path, report: ConversionReport) -> str:
         f"`{report.config.norm_key}`):\n\n```python\nfrom transformers import {name}\n\n"
         f'model = {name}.from_pretrained("FOLDER", trust_remote_code=True)\n```'
     )
+
+
+# --- model card ---
+
+# Settings of the run in the card; of a path only the last part is shown.
+_SETTINGS: Final = (
+    *("policy", "world", "reward", "start_states", "algorithm.kind", "algorithm.objective"),
+    *("algorithm.groups_per_update", "algorithm.group_size", "algorithm.temperature", "algorithm.top_k"),
+    *("correction.kind", "replay.max_lag", "updates", "optimizer.learning_rate", "optimizer.schedule"),
+    *("lora.rank", "learner.precision", "actor.success_threshold", "seed"),
+)
+_TEMPLATE: Final = """\
+---
+{header}
+---
+
+# {title}
+
+Vision-language-action policy, written by asyncrl {version} from {source}. {licence}
+
+| | |
+|---|---|
+| decision | {policy.chunk} steps of {policy.action_dim} numbers, {policy.decoding} |
+| inputs | {policy.images} picture(s) of {policy.image_size} pixels ({policy.image_pipeline}), \
+{policy.proprio_dim} numbers of proprioception |
+| actions | statistics `{policy.norm_key}`, gripper {policy.gripper} |
+| critic | {policy.value_head} |
+| dtype | {policy.dtype} |
+
+{run}
+
+Not measured: other tasks than those it was trained on, and any robot.
+
+## Loading
+
+{loading}
+"""
+NO_RUN: Final = "The source is no checkpoint of a run, so nothing is known here of its training."
+
+
+def card(
+    policy: OpenVLAOFTConfig,
+    run: str = NO_RUN,
+    *,
+    title: str,
+    source: str,
+    loading: str,
+    hub: Mapping[str, str],
+) -> str:
+    """Return the README.md of an export: a header in YAML for a hub, then Markdown.
+
+    Args:
+        run: Result of `about_run`, if the source is a checkpoint of a run.
+        source: Last part of the converted name, and an adapter that was merged.
+        hub: Hub identifiers given by the user: base_model, license.
+    """
+    from huggingface_hub import ModelCardData
+
+    tags = ["vision-language-action", "openvla" if policy.causal else "openvla-oft", "asyncrl"]
+    tags += ["reinforcement-learning"] if run != NO_RUN else []
+    given: dict[str, Any] = {name: value for name, value in hub.items() if value}
+    header = ModelCardData(
+        library_name="transformers", pipeline_tag="robotics", tags=tags, ignore_metadata_errors=False, **given
+    )
+    licence = "" if given.get("license") else "No licence is stated here; the original weights have one."
+    return _TEMPLATE.format(
+        header=header.to_yaml().strip(),
+        title=title,
+        version=__version__,
+        source=source,
+        licence=licence,
+        policy=policy,
+        run=run,
+        loading=loading,
+    )
+
+
+def about_run(checkpoint: Path) -> str:
+    """Describe training and measured success of a checkpoint in its run's folder; a damaged file raises."""
+    return "\n".join(_about_run(checkpoint))
+
+
+def _about_run(checkpoint: Path) -> Iterator[str]:
+    run_dir, progress = checkpoint.parents[1], read_json(checkpoint / "state.json").get("progress")
+    version = progress.get("version") if isinstance(progress, dict) else None
+    if type(version) is not int:
+        raise CheckpointError(f"{checkpoint / 'state.json'} does not say which version it is. Copy it again.")
+    settings = read_json(run_dir / "config.json")
+    yield f"## Training\n\nVersion {version}: the policy after {version} updates.\n"
+    yield "| setting | |\n|---|---|"
+    for key in _SETTINGS:
+        section, _, name = key.rpartition(".")
+        value = (settings.get(section) or {} if section else settings).get(name, "")
+        if value != "":
+            text = Path(value).name.replace("|", "\\|") if isinstance(value, str) else f"{value:g}"
+            yield f"| `--{key.replace('_', '-')}` | {text} |"
+    if (run_dir / "provenance.json").exists():
+        start = (read_json(run_dir / "provenance.json").get("starts") or [{}])[-1]
+        versions = ", ".join(f"{name} {v}" for name, v in start.get("versions", {}).items())
+        commit = str(start.get("commit", ""))[:12] + " with changes" * bool(start.get("dirty"))
+        yield f"\nRun with {versions}; commit {commit}."
+    yield "\n## True success, in a simulator\n"
+    yield from _measured(
+        version, {row["version"]: row for row in read_json_lines(run_dir / "evaluations.jsonl")}
+    )
+
+
+def _measured(version: int, rows: Mapping[int, Mapping[str, Any]]) -> Iterator[str]:
+    if rows:
+        yield "| version | success | 95 % interval (Wilson) | episodes | simulator | temperature |"
+        yield "|---|---|---|---|---|---|"
+    for measured, row in sorted(rows.items()):
+        name = f"**{measured}, this one**" if measured == version else str(measured)
+        yield (
+            f"| {name} | {row['success']:.1%} | {row['low']:.1%} to {row['high']:.1%} | {row['episodes']} "
+            f"| `{row['simulator']}` | {row['temperature']:g} |"
+        )
+    if version not in rows:
+        yield "\nThis version was not measured."
+    elif len(rows) > 1 and rows[version]["success"] == max(row["success"] for row in rows.values()):
+        yield (
+            f"\n**Selected**: the best of {len(rows)} measured versions, by these very episodes, so the "
+            "number tends to be too high. `asyncrl evaluate --seed N` measures at other starts."
+        )

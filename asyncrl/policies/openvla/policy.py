@@ -23,37 +23,17 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LlamaModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from asyncrl.episode_layout import TOKENS, ArraySpec
+from asyncrl.episode_layout import TOKENS
 from asyncrl.errors import ConfigError
 from asyncrl.policies import acceleration, action_tokens
-from asyncrl.policies.action_tokens import (
-    SampledTokens,
-    action_distribution,
-    entropy_of,
-    logprob_of,
-    take_tokens,
-    uniforms_for,
-)
+from asyncrl.policies.action_tokens import SampledTokens, action_distribution, entropy_of, logprob_of
 from asyncrl.policies.interface import ActResult, EvaluateResult, Policy, PolicyInputs, SamplingParams
 from asyncrl.policies.lora import is_adapter, merged_tensors
+from asyncrl.policies.openvla import networks, preprocess
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, Passes, require_trainable
 from asyncrl.policies.openvla.files import PolicyFolder, PublishedOptions, open_folder, write_policy
-from asyncrl.policies.openvla.networks import (
-    ActionHead,
-    FusedVision,
-    Projector,
-    ProprioProjector,
-    ValueHead,
-    build_networks,
-    run_trunk,
-    stable_name,
-)
-from asyncrl.policies.openvla.preprocess import (
-    PromptTokenizer,
-    build_inputs,
-    build_word_tokenizer,
-    place_pictures,
-)
+from asyncrl.policies.openvla.networks import ValueHead, run_trunk, stable_name
+from asyncrl.policies.openvla.preprocess import PromptTokenizer
 from asyncrl.records import ActionSpec
 from asyncrl.storage.tensor_files import SHARD_BYTES, Spec
 
@@ -65,18 +45,21 @@ LEVELS: Final = {"none": "none", "chunk": "decision", "action": "action"}
 class OpenVLAOFTPolicy(Policy):
     """OpenVLA-OFT, with all optional capabilities."""
 
+    sample_arrays = TOKENS
     forget_graphs: Callable[[], None] | None = None  # Set when acting was captured as a CUDA graph.
 
     def __init__(self, config: OpenVLAOFTConfig, tokenizer: PromptTokenizer | None = None) -> None:
         super().__init__()
         self.config = config
-        self.tokenizer = tokenizer or PromptTokenizer(build_word_tokenizer(), pad_id=config.token_count)
-        networks = build_networks(config)
-        self.vision: FusedVision = networks["vision"]
-        self.projector: Projector = networks["projector"]
-        self.proprio_projector: ProprioProjector | None = networks["proprio_projector"]
-        self.llm: LlamaModel = networks["llm"]
-        self.lm_head: ActionHead = networks["lm_head"]
+        self.pictures, self.proprio_numbers = config.images, config.proprio_dim
+        words = preprocess.build_word_tokenizer
+        self.tokenizer = tokenizer or PromptTokenizer(words(), pad_id=config.token_count)
+        parts = networks.build_networks(config)
+        self.vision: networks.FusedVision = parts["vision"]
+        self.projector: networks.Projector = parts["projector"]
+        self.proprio_projector: networks.ProprioProjector | None = parts["proprio_projector"]
+        self.llm: LlamaModel = parts["llm"]
+        self.lm_head: networks.ActionHead = parts["lm_head"]
         self.value_head: ValueHead | None = None
         self.to(config.torch_dtype)
         if config.value_head != "none":
@@ -126,13 +109,10 @@ class OpenVLAOFTPolicy(Policy):
     ) -> None:
         """Write a policy folder; `tensors`: all weights by stable name, whole; None: the policy's own."""
         kept = self.config.torch_dtype if dtype == "config" else dtype
-        shapes = {name: p.shape for name, p in (self._own_shapes() if tensors is None else tensors.items())}
-        specs = {name: Spec(kept, tuple(shape)) for name, shape in shapes.items()}
+        own = {stable_name(name): p for name, p in self.named_parameters() if not is_adapter(name)}
+        specs = {name: Spec(kept, tuple(p.shape)) for name, p in (tensors or own).items()}
         stream: Iterable[tuple[str, Tensor]] = merged_tensors(self) if tensors is None else tensors.items()
         write_policy(folder, self.config, self.tokenizer, specs, stream, shard_bytes=shard_bytes)
-
-    def _own_shapes(self) -> Iterator[tuple[str, Tensor]]:
-        yield from ((stable_name(name), p) for name, p in self.named_parameters() if not is_adapter(name))
 
     def saved_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters by stable name, adapters merged, in `config.dtype`."""
@@ -142,11 +122,6 @@ class OpenVLAOFTPolicy(Policy):
     def action_spec(self) -> ActionSpec:
         """Return the steps per decision and the numbers per step."""
         return ActionSpec(chunk=self.config.chunk, dim=self.config.action_dim)
-
-    @property
-    def sample_arrays(self) -> Mapping[str, ArraySpec]:
-        """Return the arrays of a sample: action tokens ``[N, C, A]`` int32, bins 0..255."""
-        return TOKENS
 
     @property
     def image_size(self) -> int:
@@ -167,16 +142,6 @@ class OpenVLAOFTPolicy(Policy):
     def critic(self) -> str:
         """Return the unit of one value: none, decision or action."""
         return LEVELS[self.config.value_head]
-
-    @property
-    def pictures(self) -> int:
-        """Return the pictures per decision."""
-        return self.config.images
-
-    @property
-    def proprio_numbers(self) -> int:
-        """Return the numbers of proprioception."""
-        return self.config.proprio_dim
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters that an update changes, by stable name."""
@@ -236,11 +201,11 @@ class OpenVLAOFTPolicy(Policy):
         self, frames: NDArray[np.uint8], tasks: Sequence[str], proprio: NDArray[np.floating] | None = None
     ) -> PolicyInputs:
         """Move frames ``[B, H, W, 3]`` uint8, prompts and proprioception to the device."""
-        return build_inputs(self.config, self.tokenizer, self.device, frames, tasks, proprio)
+        return preprocess.build_inputs(self.config, self.tokenizer, self.device, frames, tasks, proprio)
 
     def place_pictures(self, frames: NDArray[np.uint8]) -> Tensor:
         """Turn frames ``[..., H, W, 3]`` uint8 into `PolicyInputs.pixels`, as `preprocess` does."""
-        return place_pictures(self.config, frames, self.device)
+        return preprocess.place_pictures(self.config, frames, self.device)
 
     def embed_prompt(self, inputs: PolicyInputs) -> tuple[Tensor, Tensor | None]:
         """Embed the positions before the action tokens, with their mask (None: no padding)."""
@@ -281,10 +246,10 @@ class OpenVLAOFTPolicy(Policy):
     def choose(
         self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None
     ) -> SampledTokens:
-        """Choose the tokens of a decision, on the device alone; see `take_tokens` for `uniforms_BK`."""
+        """Choose the tokens of a decision, on the device alone; for `uniforms_BK` see `take_tokens`."""
         hidden_BKD = self.readout(inputs)
         logprobs_BKN = action_distribution(self.lm_head(hidden_BKD), sampling)
-        return SampledTokens(take_tokens(logprobs_BKN, uniforms_BK), logprobs_BKN, hidden_BKD)
+        return SampledTokens(action_tokens.take_tokens(logprobs_BKN, uniforms_BK), logprobs_BKN, hidden_BKD)
 
     def value_of(self, hidden_BKD: Tensor) -> Tensor | None:
         """Compute the critic's values ``[B, V]`` float32 from `readout`; None without a critic."""
@@ -314,7 +279,7 @@ class OpenVLAOFTPolicy(Policy):
                 f"{len(seeds)} seeds for {len(inputs.pixels)} rows: every row samples from its own stream. "
                 "Pass one seed per row."
             )
-        uniforms_BK = uniforms_for(sampling, seeds, self.config.slots, self.device)
+        uniforms_BK = action_tokens.uniforms_for(sampling, seeds, self.config.slots, self.device)
         chosen = self.choose(inputs, sampling, uniforms_BK)
         tokens = self.as_chunk(chosen.tokens).int()
         return ActResult(
@@ -386,7 +351,7 @@ class OpenVLAPolicy(OpenVLAOFTPolicy):
                 hidden = self._read(self._embed_bins(tokens[-1]), mask, cache)
             logprobs.append(action_distribution(self.lm_head(hidden), sampling))
             uniform_B1 = None if uniforms_BK is None else uniforms_BK[:, k : k + 1]
-            tokens.append(take_tokens(logprobs[-1], uniform_B1))
+            tokens.append(action_tokens.take_tokens(logprobs[-1], uniform_B1))
         return SampledTokens(torch.cat(tokens, dim=1), torch.cat(logprobs, dim=1), prompt_B1D)
 
     def _read(self, embeddings: Tensor, mask: Tensor | None, cache: DynamicCache) -> Tensor:
