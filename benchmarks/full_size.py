@@ -29,9 +29,8 @@ from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.files import SECTION, STATISTICS
 from asyncrl.policies.openvla.names import published_config, published_shapes, unused_shapes
 from asyncrl.policies.openvla.preprocess import PromptTokenizer, build_word_tokenizer, words_for
-from asyncrl.rewards.files import PUBLISHED
 from asyncrl.rewards.libero_tasks import SUITES
-from asyncrl.rewards.resnet import RewardConfig, RewardNetwork
+from asyncrl.rewards.resnet import PUBLISHED, RewardConfig, RewardNetwork
 from asyncrl.storage.atomic import write_json
 from asyncrl.storage.tensor_files import INDEX, Spec, write_file, write_tensors
 from asyncrl.worlds.wan.files import HEAD_DIM, IMAGE_SIZE, WAN_TRANSFORMER, WAN_VAE, vae_name

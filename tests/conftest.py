@@ -18,8 +18,7 @@ from asyncrl.config.sections import ActorSettings
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.replay.server import ReplayServer
-from asyncrl.rewards.files import RewardConfig
-from asyncrl.rewards.resnet import ResNetReward, RewardNetwork
+from asyncrl.rewards.resnet import ResNetReward, RewardConfig, RewardNetwork
 from support.replay import Clock, make_limiter, make_replay
 from support.replay_server import NOBODY, ScriptedSocket
 from support.tiny_actor import TASKS

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import tyro
 
+from asyncrl import registry
 from asyncrl.config.bounds import Bounded
 from asyncrl.config.help import ShortHelp
 from asyncrl.errors import ConfigError

@@ -30,8 +30,7 @@ from asyncrl.policies.openvla.files import STATISTICS
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, new_policy
 from asyncrl.policies.openvla.preprocess import PromptTokenizer, build_word_tokenizer, words_for
 from asyncrl.records import ACTION_DIM, CHUNK
-from asyncrl.rewards.files import RewardConfig
-from asyncrl.rewards.resnet import ResNetReward, RewardNetwork
+from asyncrl.rewards.resnet import ResNetReward, RewardConfig, RewardNetwork
 from asyncrl.storage.atomic import write_json
 
 LARGEST_PATCH: Final = 16  # Pixels.

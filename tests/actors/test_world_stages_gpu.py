@@ -18,8 +18,7 @@ from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.records import StartState
-from asyncrl.rewards.files import RewardConfig
-from asyncrl.rewards.resnet import ResNetReward, RewardNetwork
+from asyncrl.rewards.resnet import ResNetReward, RewardConfig, RewardNetwork
 from asyncrl.worlds.files import KINDS, world_class
 from support.tiny_actor import GROUP, TASKS, actor_with, start
 from support.tiny_models import WORLDS

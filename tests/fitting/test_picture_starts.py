@@ -15,8 +15,7 @@ from asyncrl.fitting.settings import DataSetSettings
 from asyncrl.fitting.starts import picture_starts
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
-from asyncrl.rewards.files import RewardConfig
-from asyncrl.rewards.resnet import ResNetReward, RewardNetwork, save_reward
+from asyncrl.rewards.resnet import ResNetReward, RewardConfig, RewardNetwork, save_reward
 from asyncrl.storage.assets import world_folder
 from asyncrl.worlds.start_states import load_start_states
 from support.recorded import recorded_spec, write_recorded

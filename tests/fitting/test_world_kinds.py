@@ -25,7 +25,7 @@ from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.starts import first_states
 from asyncrl.fitting.world import KINDS, WorldOptions, fit_class, load_fitted
-from asyncrl.rewards.files import open_reward
+from asyncrl.rewards.resnet import open_reward
 from asyncrl.simulators.interface import Demonstrator, SimulatorSource, random_start
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rendering import find_backend

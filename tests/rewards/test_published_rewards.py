@@ -14,10 +14,9 @@ from torch import Tensor
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.launch.named_models import named_reward
 from asyncrl.learner.advantages import group_relative_advantages
-from asyncrl.rewards.files import RewardConfig, open_reward
 from asyncrl.rewards.interface import deciding_step
 from asyncrl.rewards.libero_tasks import GROUPS, LONG_GROUPS, SUITES
-from asyncrl.rewards.resnet import GroupedReward, ResNetReward, RewardNetwork
+from asyncrl.rewards.resnet import GroupedReward, ResNetReward, RewardConfig, RewardNetwork, open_reward
 from support.pth import write_pth
 
 LONG = SUITES["libero_10"]

@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.rewards.files import RewardConfig
-from asyncrl.rewards.resnet import ResNetReward, RewardNetwork, save_reward
+from asyncrl.rewards.resnet import ResNetReward, RewardConfig, RewardNetwork, save_reward
 
 CPU = torch.device("cpu")
 TASKS = ("open the drawer", "close the drawer", "push the plate")

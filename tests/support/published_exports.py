@@ -13,8 +13,7 @@ from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.files import SECTION, Original, PublishedOptions, write_policy
 from asyncrl.policies.openvla.networks import stable_name
 from asyncrl.policies.openvla.policy import Dtype, OpenVLAOFTPolicy, load_policy
-from asyncrl.rewards.files import PUBLISHED
-from asyncrl.rewards.resnet import ResNetReward
+from asyncrl.rewards.resnet import PUBLISHED, ResNetReward
 from asyncrl.storage.tensor_files import SHARD_BYTES, Spec, write_tensors
 from asyncrl.worlds.wan.files import HEAD_DIM, IMAGE_SIZE, WAN_TRANSFORMER, WAN_VAE, vae_name
 from asyncrl.worlds.wan.transformer import transformer_name

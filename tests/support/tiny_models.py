@@ -13,8 +13,7 @@ import torch
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.records import StartState
-from asyncrl.rewards.files import RewardConfig
-from asyncrl.rewards.resnet import ResNetReward, RewardNetwork, save_reward
+from asyncrl.rewards.resnet import ResNetReward, RewardConfig, RewardNetwork, save_reward
 from asyncrl.simulators.tabletop.scene import TASKS
 from asyncrl.worlds.start_states import save_start_states
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig

@@ -21,8 +21,7 @@ from asyncrl.fitting.fit_decoder import OPENING, ImaginedVideos, compare, fit_de
 from asyncrl.fitting.loop import Schedule
 from asyncrl.fitting.world import reconstruction_loss
 from asyncrl.policies.interface import SamplingParams
-from asyncrl.rewards.files import RewardConfig
-from asyncrl.rewards.resnet import ResNetReward, RewardNetwork
+from asyncrl.rewards.resnet import ResNetReward, RewardConfig, RewardNetwork
 from asyncrl.storage.assets import start_states_path, world_folder
 from asyncrl.worlds.start_states import load_start_states
 from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, TinyDecoderConfig, load_decoder, save_decoder

@@ -19,9 +19,8 @@ from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import CheckpointError
 from asyncrl.launch.console import world_line
 from asyncrl.launch.environment import build_world_model, check_environment, with_world_defaults
-from asyncrl.rewards.files import RewardConfig, open_reward
 from asyncrl.rewards.libero_tasks import SUITES
-from asyncrl.rewards.resnet import ResNetReward, RewardNetwork, save_reward
+from asyncrl.rewards.resnet import ResNetReward, RewardConfig, RewardNetwork, open_reward, save_reward
 from asyncrl.storage.tensor_files import TensorFiles, fill
 from asyncrl.worlds.wan.files import open_world, recognise_transformer
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig, transformer_name
