@@ -30,7 +30,7 @@ CEILINGS = {
     "simulators": (4018, 21),
     "storage": (2344, 10),
     "weights": (2225, 11),
-    "worlds": (5550, 24),
+    "worlds": (5545, 24),
 }
 """Package (empty: the top level) -> most lines and modules."""
 MOST_TEST_LINES = 45_550

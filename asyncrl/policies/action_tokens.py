@@ -132,12 +132,7 @@ def with_gripper(actions: Tensor, gripper: Gripper) -> Tensor:
 
 
 def opening_of(actions: NDArray[np.floating], gripper: Gripper) -> NDArray[np.floating]:
-    """Undo `with_gripper` of an open or closed gripper: the robot's command becomes 0 = closed to 1 = open.
-
-    Example:
-        >>> opening_of(np.array([0.5, -1.0]), "libero").tolist()
-        [0.5, 1.0]
-    """
+    """Undo `with_gripper` of an open or closed gripper: commands become 0 = closed to 1 = open."""
     if gripper == "none":
         return actions
     command = actions[..., -1:] if gripper == "maniskill" else -actions[..., -1:]

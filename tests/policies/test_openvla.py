@@ -148,13 +148,6 @@ def test_a_higher_temperature_divides_the_logits() -> None:
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
-def test_half_precision_logits_are_normalised_in_full_precision() -> None:
-    logits = torch.randn(1, 4, 256).bfloat16()
-    logprobs = action_distribution(logits, AS_IS)
-    assert logprobs.dtype == torch.float32
-    torch.testing.assert_close(logprobs.exp().sum(-1), torch.ones(1, 4), atol=1e-5, rtol=0)
-
-
 def test_top_k_only_ever_samples_the_k_most_likely_bins() -> None:
     sampling = SamplingParams(temperature=2.0, top_k=3)
     logits = torch.randn(4, 56, 256, generator=torch.Generator().manual_seed(1))

@@ -209,17 +209,6 @@ def test_of_two_reward_models_under_other_names_none_is_chosen(tmp_path: Path) -
     assert open_reward(tmp_path)[""].config.widths == WIDTHS
 
 
-def test_a_file_that_runs_code_is_refused_and_runs_nothing(tmp_path: Path) -> None:
-    class Harmful:
-        def __reduce__(self) -> tuple[object, ...]:
-            return (Path.touch, (tmp_path / "ran",))
-
-    torch.save({"net.0.0.weight": Harmful()}, tmp_path / "reward.pth")
-    with pytest.raises(CheckpointError, match="was not read"):
-        open_reward(tmp_path)
-    assert not (tmp_path / "ran").exists()
-
-
 # ---- LIBERO-Long ---------------------------------------------------------------------------------
 
 
@@ -303,11 +292,6 @@ def test_a_group_that_is_missing_or_another_network_is_refused(tmp_path: Path) -
         long_reward(tmp_path)
     write_pth(tmp_path / "group_3" / "42.pth", random_tensors(0))
     with pytest.raises(CheckpointError, match=r"group_3/42\.pth lacks task_embedding\.weight"):
-        long_reward(tmp_path)
-    wrong = random_tensors(0, embeds=True)
-    renamed(wrong, "fusion_layer.0.bias")
-    write_pth(tmp_path / "group_3" / "42.pth", wrong)
-    with pytest.raises(CheckpointError, match=r"group_3/42\.pth lacks tensor fusion_layer\.0\.bias"):
         long_reward(tmp_path)
 
 

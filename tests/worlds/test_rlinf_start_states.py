@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import random
 import struct
 import tracemalloc
 from pathlib import Path
@@ -331,36 +330,6 @@ def test_what_is_no_npy_file_is_refused(tmp_path: Path, content: bytes) -> None:
         read_object_array(tmp_path / "a.npy")
     with pytest.raises(AssetError, match="cannot be read"):
         read_object_array(tmp_path / "absent.npy")
-
-
-def test_damaged_files_are_read_or_refused_and_nothing_else(tmp_path: Path) -> None:
-    whole = write(tmp_path / "a.npy", [frame(i, size=2, init_ee_pose=np.zeros(8)) for i in range(5)])
-    original = whole.read_bytes()
-    chance = random.Random(0)
-    outcomes = {"read": 0, "refused": 0}
-    for _ in range(800):
-        damaged = bytearray(original)
-        for _ in range(chance.choice((1, 1, 2, 8))):
-            place = chance.randrange(len(damaged))
-            kind = chance.randrange(4)
-            if kind == 0:
-                damaged[place] = chance.randrange(256)
-            elif kind == 1:
-                damaged[place] ^= 1 << chance.randrange(8)
-            elif kind == 2:
-                del damaged[place : place + chance.randrange(1, 20)]
-            else:
-                other = chance.randrange(len(damaged))
-                damaged[place:place] = damaged[other : other + chance.randrange(1, 40)]
-        path = tmp_path / "b.npy"
-        path.write_bytes(bytes(damaged))
-        try:
-            load_trajectory(path)
-            outcomes["read"] += 1
-        except AssetError:
-            outcomes["refused"] += 1
-    assert outcomes["refused"] > 200, outcomes
-    assert outcomes["read"] > 50, outcomes  # changed pixels
 
 
 def test_what_a_file_remembers_cannot_be_copied_again_and_again(tmp_path: Path) -> None:

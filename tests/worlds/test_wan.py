@@ -203,12 +203,6 @@ def test_published_checkpoints_see_bfloat16_times() -> None:
         )
 
 
-def test_the_full_autoencoder_has_the_published_statistics() -> None:
-    size = VaeConfig.full()
-    assert len(size.latents_mean) == len(size.latents_std) == 48
-    assert (size.latents_mean[47], size.latents_std[37]) == (-0.0667, 1.2042)
-
-
 def test_streams_equal_the_autoencoder_on_whole_videos() -> None:
     vae = nano_vae()
     video = torch.rand(2, 3, 17, 32, 32) * 2 - 1
@@ -346,19 +340,9 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
 def test_a_broken_world_names_file_tensor_and_shapes(world: WanWorld, tmp_path: Path) -> None:
     save_world(tmp_path, world)
     file = tmp_path / "transformer.safetensors"
-    tensors = load_file(file)
-    save_file({**tensors, "proj_out.bias": torch.zeros(3)}, file)
-    with pytest.raises(
-        CheckpointError,
-        match=r"transformer.safetensors: tensor proj_out.bias has shape \[3\], the model needs \[128\]",
-    ):
-        load_world(tmp_path)
-    del tensors["proj_out.bias"]
-    save_file(tensors, file)
-    with pytest.raises(CheckpointError, match=r"lacks tensor proj_out.bias of shape \[128\]"):
-        load_world(tmp_path)
-    file.write_bytes(b"not a tensor file")  # truncated downloads look like this
-    with pytest.raises(CheckpointError, match="not a safetensors file"):
+    save_file(load_file(file) | {"proj_out.bias": torch.zeros(3)}, file)
+    said = r"transformer.safetensors: tensor proj_out.bias has shape \[3\], the model needs \[128\]"
+    with pytest.raises(CheckpointError, match=said):
         load_world(tmp_path)
     file.unlink()
     with pytest.raises(CheckpointError, match="is missing"):

@@ -31,7 +31,6 @@ from asyncrl.policies.openvla.files import (
     Original,
     PolicyFolder,
     PublishedOptions,
-    kept_names,
     open_folder,
     read_original,
     read_statistics,
@@ -103,12 +102,13 @@ def convert(
     )
     carried = _copy_foreign_files(whole.carried, folder) if whole.carried else []
     _write_tokenizer_config(folder, opened.tokenizer)
-    kept = len(kept_names(config, whole))
+    unused = names.unused_shapes(config).keys()
+    kept = len(unused & whole.files.names()) if whole.files else 0
     return ConversionReport(
         config=config,
         used=len(opened.used),
         kept=kept,
-        zeros=len(names.unused_shapes(config)) - kept,
+        zeros=len(unused) - kept,
         left_out=tuple(opened.left_out),
         merged=merged,
         carried=tuple(carried),

@@ -105,7 +105,9 @@ class PolicyFolder:
 def open_folder(folder: Path, options: PublishedOptions | None = None) -> PolicyFolder:
     """Open a policy folder and check that it is complete."""
     options = options or PublishedOptions()
-    original, files = _open(folder)
+    original = read_original(folder)
+    files = original.files
+    assert files is not None
     config = _config(folder, original, files, options)
     tokenizer = PromptTokenizer.from_file(folder / "tokenizer.json", pad_id=config.token_count)
     refused = tuple(
@@ -130,14 +132,10 @@ def open_folder(folder: Path, options: PublishedOptions | None = None) -> Policy
 
 def read_original(folder: Path) -> Original:
     """Open a published folder without checking its weights; raises CheckpointError for other folders."""
-    return _open(folder)[0]
-
-
-def _open(folder: Path) -> tuple[Original, TensorFiles]:
     fields = read_json(folder / "config.json")
     _refuse_others(folder, fields)
-    files, statistics = _weights(folder), read_statistics(folder, fields)
-    return Original(fields=fields, statistics=statistics, files=files, carried=folder), files
+    statistics = read_statistics(folder, fields)
+    return Original(fields=fields, statistics=statistics, files=_weights(folder), carried=folder)
 
 
 def _refuse_others(folder: Path, fields: Mapping[str, Any]) -> None:
@@ -298,8 +296,10 @@ def write_policy(
     )
     all_specs = used | {name: spec for name, (spec, _) in unused.items()}
     write_folder(folder, all_specs, stream, shard_bytes=shard_bytes)
-    known = original.statistics if original else {}
-    statistics = {key: _entry(stats, known.get(key)) for key, stats in config.norm_stats.items()}
+    statistics = {key: stats.to_published() for key, stats in config.norm_stats.items()}
+    for key, entry in original.statistics.items() if original else ():
+        if key in statistics and NormStats.from_published(entry) == config.norm_stats[key]:
+            statistics[key] = entry
     fields = dict(original.fields) if original and original.fields else names.published_config(config)
     section = {key: value for key, value in config.to_json().items() if key != "norm_stats"}
     fields = _typed(fields, config.dtype) | {"norm_stats": statistics, SECTION: section}
@@ -313,10 +313,6 @@ def write_policy(
     return sum(spec.nbytes for spec in used.values())
 
 
-def _entry(stats: NormStats, raw: Any) -> Any:
-    return raw if raw is not None and NormStats.from_published(raw) == stats else stats.to_published()
-
-
 def _typed(fields: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     changed = {**fields, "torch_dtype": dtype} | ({"dtype": dtype} if "dtype" in fields else {})
     text = fields.get("text_config")
@@ -324,13 +320,6 @@ def _typed(fields: Mapping[str, Any], dtype: str) -> dict[str, Any]:
         known = {name: dtype for name in ("torch_dtype", "dtype") if name in text}
         changed["text_config"] = {**text, **known}
     return changed
-
-
-def kept_names(config: OpenVLAOFTConfig, original: Original | None) -> list[str]:
-    """Return the unused published tensors that the original provides."""
-    if original is None or original.files is None:
-        return []
-    return [name for name in names.unused_shapes(config) if name in original.files.names()]
 
 
 def _unused_tensors(

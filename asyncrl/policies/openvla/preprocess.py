@@ -53,12 +53,7 @@ _THREADS: Final = 8
 
 
 def words_for(tasks: Iterable[str]) -> tuple[str, ...]:
-    """Return `WORDS`, followed by the other words of these instructions in alphabetical order.
-
-    Example:
-        >>> words_for(["pick up the ketchup", "Open the moka-pot"])[len(WORDS) :]
-        ('-', 'ketchup', 'moka', 'pot')
-    """
+    """Return `WORDS`, followed by the other words of these instructions in alphabetical order."""
     said = {piece for task in tasks for piece in re.findall(_PIECE, task.lower())}
     return (*WORDS, *sorted(said - set(WORDS) - set(_OF_PROMPT)))
 
@@ -141,7 +136,7 @@ class PromptTokenizer:
     def _refuse_unknown(
         self, task: str, prompt: str, ids: Sequence[int], places: Sequence[tuple[int, int]]
     ) -> None:
-        """Refuse words that all become `<unk>`; an unknown punctuation mark is harmless."""
+        # An unknown punctuation mark is harmless.
         of_unknown = self.tokenizer.token_to_id(UNKNOWN)
         spans = [place for number, place in zip(ids, places, strict=True) if number == of_unknown]
         words = dict.fromkeys(prompt[begin:end] for begin, end in spans)

@@ -147,8 +147,13 @@ class Resampler(nn.Module):
         self.proj_in = nn.Linear(size.inputs, width)
         self.proj_out = nn.Linear(width, width)
         self.norm_out = nn.LayerNorm(width)
+
+        def feed_forward() -> nn.Sequential:
+            wide, narrow = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+            return nn.Sequential(nn.LayerNorm(width), wide, nn.GELU(), narrow)
+
         self.layers = nn.ModuleList(
-            nn.ModuleList([QueryAttention(size), _feed_forward(width)]) for _ in range(size.depth)
+            nn.ModuleList([QueryAttention(size), feed_forward()]) for _ in range(size.depth)
         )
 
     def forward(self, x_MSA: Tensor) -> Tensor:
@@ -159,15 +164,6 @@ class Resampler(nn.Module):
             queries = queries + attention(x_MSD, queries)
             queries = queries + feed_forward(queries)
         return self.norm_out(self.proj_out(queries))
-
-
-def _feed_forward(width: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.LayerNorm(width),
-        nn.Linear(width, 4 * width, bias=False),
-        nn.GELU(),
-        nn.Linear(4 * width, width, bias=False),
-    )
 
 
 # ---- all networks --------------------------------------------------------------------------------
