@@ -235,14 +235,10 @@ def _published_pairs(
         if present and len(present) < len(parts):
             raise CheckpointError(
                 f"{source} has an adapter for some of {', '.join(parts)}, and the published model has one "
-                "layer for query, key and value. Export the merged policy instead."
+                "layer for query, key and value. Merge it with peft."
             )
-        if len(present) > 1:
-            stacked = torch.cat([pair.into for pair in present])
-            joined[theirs] = _Pair(
-                stacked, torch.block_diag(*(pair.out for pair in present)), present[0].scale
-            )
-        elif present:
-            joined[theirs] = present[0]
+        if present:  # The A are stacked, the B stand on the diagonal.
+            out = torch.block_diag(*(pair.out for pair in present))
+            joined[theirs] = _Pair(torch.cat([pair.into for pair in present]), out, present[0].scale)
     inside = {layer for parts in layers.values() for layer in parts}
     return joined | {layer: pair for layer, pair in pairs.items() if layer not in inside}

@@ -389,13 +389,6 @@ def test_files_that_are_missing_or_something_else_are_named(copy: Path, breaks, 
         check_environment(TrainConfig(world=str(copy)))
 
 
-def test_weights_of_pytorch_before_1_6_are_read_too(copy: Path) -> None:
-    state = torch.load(copy / VAE, weights_only=True)
-    torch.save(state, copy / VAE, _use_new_zipfile_serialization=False)
-    expected = small_world().vae.state_dict()
-    assert all(torch.equal(t, expected[name]) for name, t in load_world(copy).vae.state_dict().items())
-
-
 def test_a_fitted_world_without_start_states_begins_at_the_shipped_ones(tmp_path: Path) -> None:
     size = TransformerConfig(heads=1, head_dim=24, layers=1, ffn_dim=8, channels=32, patch=1, freq_dim=8)
     vae = replace(VaeConfig.tiny(), base_dim=4, decoder_base_dim=4)

@@ -230,10 +230,10 @@ class STDiT3(nn.Module):
             actions_BCA: Normalised; action i produced new frame i.
         """
         frames, rows = latents_BZFhw.shape[2], latents_BZFhw.shape[0]
-        time_B1D, actions_BCD = self.embed_times(times_B), self._embed_actions(actions_BCA)
+        time_B1D, actions_BCD = self.embed_times(times_B), self.action_embedder.fc(actions_BCA.to(self.dtype))
         none = self.action_embedder.none_action.weight.expand(rows, CONDITION, -1)
         is_new = (torch.arange(frames, device=latents_BZFhw.device) >= CONDITION)[:, None, None]
-        given = self._share(self._condition_time(latents_BZFhw))
+        given = self._share_condition(latents_BZFhw.device)
         spatial = self._share(time_B1D + torch.cat([none, actions_BCD], dim=1))
         # What an action would do to a condition frame is never used: its time is another one.
         spatial, temporal = (torch.where(is_new, own, given) for own in (spatial, self._share(time_B1D)))
@@ -246,7 +246,7 @@ class STDiT3(nn.Module):
 
     def prefix(self, condition_BZFhw: Tensor) -> list[KeysValues]:
         """Compute keys and values of the condition frames ``[B, Z, 4, h, w]``, the same in every step."""
-        shared = self._share(self._condition_time(condition_BZFhw))
+        shared = self._share_condition(condition_BZFhw.device)
         rotary, visible = self.angles(0, CONDITION), _visible(CONDITION, CONDITION, condition_BZFhw.device)
         x_BFSD, kept = self._tokens(condition_BZFhw), list[KeysValues]()
         for of_frame, of_time in self._blocks():
@@ -261,7 +261,7 @@ class STDiT3(nn.Module):
         """Return the same as `forward`, from the noisy new frames ``[B, Z, C, h, w]`` and a `prefix`."""
         frames = new_BZChw.shape[2]
         time_B1D = self.embed_times(times_B)
-        spatial = self._share(time_B1D + self._embed_actions(actions_BCA))
+        spatial = self._share(time_B1D + self.action_embedder.fc(actions_BCA.to(self.dtype)))
         temporal = self._share(time_B1D)
         rotary = self.angles(CONDITION, frames)
         visible = _visible(frames, CONDITION + frames, new_BZChw.device)
@@ -297,14 +297,11 @@ class STDiT3(nn.Module):
         waves = sinusoid(times_B.to(self.dtype), self.size.freq_dim).to(self.dtype)
         return self.t_embedder.mlp(waves).unsqueeze(1)
 
-    def _condition_time(self, like: Tensor) -> Tensor:
-        return self.embed_times(torch.full((1,), CONDITION_TIME, device=like.device))
-
-    def _embed_actions(self, actions_BCA: Tensor) -> Tensor:
-        return self.action_embedder.fc(actions_BCA.to(self.dtype))
-
     def _share(self, embedding_BFD: Tensor) -> Tensor:
         return self.t_block(embedding_BFD).unflatten(2, (6, -1))
+
+    def _share_condition(self, device: torch.device) -> Tensor:
+        return self._share(self.embed_times(torch.full((1,), CONDITION_TIME, device=device)))
 
     def angles(self, first: int, frames: int) -> Rotary:
         """Return cosines and sines of `frames` frames from the frame `first` on."""

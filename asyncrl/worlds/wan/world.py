@@ -170,20 +170,17 @@ class WanWorld(FolderWorld):
             window = torch.cat([state.memory, new_BZ2hw], dim=2)
             frames, _ = self.decoder.decode(window, state.cache)
             frames, cache = frames[:, :, CONTEXT:], [tensor.clone() for tensor in state.cache]
-            memory = self._reencode(frames[:, :, -CONTEXT:], state.encoder_cache)
+            pixels = to_signed(to_uint8(frames[:, :, -CONTEXT:]))
+            memory, _ = encode_step(self.vae, pixels, state.encoder_cache, layers=self._encoder_layers)
         after = WanState(
             anchor=state.anchor.clone(),
-            memory=memory,
+            memory=memory.float(),
             last_actions=actions_B8A[:, -CONTEXT:].clone(),
             finite=state.finite & finite_rows(new_BZ2hw) & finite_rows(frames),
             cache=cache,
             encoder_cache=[tensor.clone() for tensor in state.encoder_cache],
         )
         return to_uint8(frames).permute(0, 2, 3, 4, 1).contiguous(), after
-
-    def _reencode(self, frames_B3THW: Tensor, encoder_cache: Cache) -> Tensor:
-        pixels = to_signed(to_uint8(frames_B3THW))
-        return encode_step(self.vae, pixels, encoder_cache, layers=self._encoder_layers)[0].float()
 
     @torch.no_grad()
     def denoise(self, state: WanState, actions_B8A: Tensor, noise_seeds: Sequence[int]) -> Tensor:
