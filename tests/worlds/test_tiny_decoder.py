@@ -276,7 +276,7 @@ def test_a_decoder_is_like_itself_and_unlike_another(imagined: ImaginedVideos) -
     own = replace(imagined, frames=to_uint8(decoder(imagined.latents)).permute(0, 2, 3, 4, 1))
     scores = reward.score(own.frames[:, OPENING:], own.tasks)
     threshold = float(scores.median())
-    same = compare(decoder, own, reward, threshold=threshold, batch=2)
+    same = compare(decoder, own, reward, threshold=threshold)
     assert (same.psnr, same.same_verdict, same.same_outcome) == (pytest.approx(78.13, abs=0.01), 1.0, 1.0)
     assert same.success == float((scores >= threshold).any(1).float().mean())
     other = replace(own, frames=255 - own.frames)
