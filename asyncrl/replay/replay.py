@@ -70,10 +70,7 @@ class Replay:
         record.readings, record.refused = {}, 0
 
     def grant(self, actor: str, request_number: int = -1) -> GroupGrant | None:
-        """Grant a group to an actor, or None without credit, disk space or start state.
-
-        The same `request_number` >= 0 gets the same grant.
-        """
+        """Grant a group, to one request >= 0 always the same; None without credit, space or start state."""
         state = self.state
         self.maintain()
         if (grant := state.limiter.find_grant(actor, request_number)) is not None:
@@ -87,10 +84,7 @@ class Replay:
         return state.limiter.open[event.grant].grant
 
     def was_given_up(self, actor: str, request_number: int) -> bool:
-        """True if a request was answered with a group that is not open any more.
-
-        Its actor may know that answer, so it gets no other one: it would ignore the second group.
-        """
+        """True if a request was answered with a group that is not open any more: it gets no second one."""
         limiter = self.state.limiter
         answered = 0 <= request_number <= limiter.actors[actor].answered
         return answered and limiter.find_grant(actor, request_number) is None

@@ -72,8 +72,7 @@ class BatchChooser:
     def choose(self, groups: int, request: str) -> list[int] | None:
         """Give complete groups away, oldest first; from then on they count as used.
 
-        Returns:
-            Their numbers, each read and usable; None if there are too few, or some are being read.
+        None if there are too few that are read and usable, or some are being read.
         """
         last = self._state.batch
         if request and request == self._state.request and self._store.group_files.keys() >= set(last):

@@ -52,8 +52,7 @@ _PIECE: Final = 2**20
 def sealing(path: Path) -> Iterator[tuple[h5py.File, list[tuple[int, int]]]]:
     """Build an HDF5 file in memory; write it durably when the block ends.
 
-    Yields:
-        The file, and an empty list for (offset, bytes) of values that the footer's checksum leaves out.
+    Yields it, and an empty list for (offset, bytes) of values that the footer's checksum leaves out.
     """
     memory = io.BytesIO()
     with h5py.File(memory, "w", libver=LIBVER) as file:
@@ -152,11 +151,7 @@ def is_full(error: OSError) -> bool:
 
 
 def require_codec(path: Path, dataset: h5py.Dataset) -> None:
-    """Check that a dataset can be decoded here: `asyncrl replay compact` of earlier versions knew codecs.
-
-    Raises:
-        CodecMissing: Its codec comes with hdf5plugin, which is not installed.
-    """
+    """Check that a dataset can be decoded here: earlier versions compacted with codecs of hdf5plugin too."""
     created = dataset.id.get_create_plist()
     filters = [created.get_filter(index)[0] for index in range(created.get_nfilters())]
     for number in filters:
