@@ -34,10 +34,6 @@ def compact(run: Path, *flags: str) -> int:
     return run_inspection(["compact", str(run), *flags])
 
 
-def is_compressed(path: Path) -> bool:
-    return files.is_compressed(path)
-
-
 def test_closed_groups_are_compressed_and_every_episode_stays_as_it_was(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -45,7 +41,7 @@ def test_closed_groups_are_compressed_and_every_episode_stays_as_it_was(
     assert compact(run_dir) == 0
     assert "compressed 3 of 4 groups with gzip" in capsys.readouterr().out
     for number in range(4):
-        assert is_compressed(file_of(run_dir, number)) == (number in CLOSED)
+        assert files.is_compressed(file_of(run_dir, number)) == (number in CLOSED)
         for member, found in enumerate(read_group(file_of(run_dir, number))):
             assert_same(found, episode_of(number, member))
     assert file_of(run_dir, WAITS).stat().st_ino == inode, "a group that waits is not touched"
@@ -53,21 +49,22 @@ def test_closed_groups_are_compressed_and_every_episode_stays_as_it_was(
     assert compact(run_dir) == 0
     assert "compressed 0 of 4 groups" in capsys.readouterr().out
     assert compact(run_dir, "--all") == 0
-    assert is_compressed(file_of(run_dir, WAITS))
+    assert files.is_compressed(file_of(run_dir, WAITS))
 
 
 def test_only_the_images_are_compressed(run_dir: Path) -> None:
+    def attributes(file: h5py.File) -> str:
+        """Types too."""
+        return repr([(k, np.array(v)) for x in (file, *file.values()) for k, v in x.attrs.items()])
+
     with h5py.File(file_of(run_dir, 0)) as file:
-        before = {name: {key: np.array(value) for key, value in x.attrs.items()} for name, x in file.items()}
-        root = {key: np.array(value) for key, value in file.attrs.items()}
+        before = attributes(file)
     compact(run_dir)
     with h5py.File(file_of(run_dir, 0)) as file:
+        assert attributes(file) == before
         assert {name for name in map(str, file) if dataset_in(file, name).chunks} == set(files.IMAGES[:3])
         frames = dataset_in(file, "frames")
         assert frames.chunks == (4, *frames.shape[1:]), "up to 8 images"
-        after = {name: {key: np.array(value) for key, value in x.attrs.items()} for name, x in file.items()}
-        assert repr(after) == repr(before), "types of attributes too"
-        assert repr({key: np.array(value) for key, value in file.attrs.items()}) == repr(root)
 
 
 def test_every_reader_works_on_a_compacted_run(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +114,7 @@ def test_a_live_run_is_left_alone(run_dir: Path, capsys: pytest.CaptureFixture[s
     assert compact(run_dir) == 2
     assert "written by a live run" in capsys.readouterr().err
     store.close()
-    assert not any(is_compressed(file_of(run_dir, number)) for number in range(4))
+    assert not any(files.is_compressed(file_of(run_dir, number)) for number in range(4))
 
 
 def test_a_damaged_file_is_reported_and_left(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,7 +128,7 @@ def test_a_damaged_file_is_reported_and_left(run_dir: Path, capsys: pytest.Captu
     assert "checksum of frames does not match" in said.err
     assert "cannot be read (1)" in said.out
     assert path.read_bytes() == damaged
-    assert is_compressed(file_of(run_dir, 1)), "the others are compressed"
+    assert files.is_compressed(file_of(run_dir, 1)), "the others are compressed"
 
 
 def test_what_was_written_wrongly_never_replaces_a_file(

@@ -27,17 +27,6 @@ def export(run: Path, out: Path, *flags: str) -> int:
     return run_inspection(["export", str(run), "--format", kind, "--out", str(out), *flags])
 
 
-def test_each_observation_is_what_was_seen_before_its_action() -> None:
-    episode = episode_of(0, 1)
-    samples = samples_of(episode, "step")
-    assert samples is not None
-    assert np.array_equal(samples.images[0], episode.frames[0])
-    assert np.array_equal(samples.images[1:], episode.video[:-1])
-    assert np.array_equal(samples.images[8], episode.frames[1]), "decision 1 acts on frame 8"
-    assert np.array_equal(samples.actions, episode.actions.reshape(16, 7))
-    assert samples.dones.tolist() == [False] * 15 + [True]
-
-
 def test_robomimic_at_the_rate_of_steps(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = open_store(run_dir)  # As on a live run.
     assert export(run_dir, run_dir / "x.h5") == 0

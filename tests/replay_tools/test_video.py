@@ -52,16 +52,6 @@ def test_a_kept_video_is_shown_frame_by_frame(
     assert frames[0].shape[0] > IMAGE * TIMES, "the text stands below the picture"
 
 
-def test_without_video_the_observations_are_shown_and_it_says_so(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = run_dir / "x.gif"
-    assert run_inspection(["video", str(run_dir), "a", "--out", str(out)]) == 0
-    assert "3 frames" in (said := capsys.readouterr().out)
-    assert "no video was kept" in said
-    assert len(pictures_of(out)) == 3
-
-
 def test_the_drawn_frames_are_exact_and_the_edge_turns_green_at_the_success() -> None:
     frames = [np.asarray(frame) for frame in pictures.movie_of(episode_of(0, 0))]
     episode = episode_of(0, 0)
@@ -84,7 +74,10 @@ def test_without_pyav_it_writes_gif_and_says_how_to_get_mp4(
 ) -> None:
     monkeypatch.setattr(media, "find_spec", lambda name: None)
     assert run_inspection(["video", str(run_dir), "a", "--out", str(run_dir)]) == 0
-    assert "pip install 'asyncrl[video]'" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "pip install 'asyncrl[video]'" in said
+    assert "3 frames" in said
+    assert "no video was kept" in said
     assert len(pictures_of(run_dir / f"{'a' * 12}.gif")) == 3
 
 
