@@ -24,7 +24,7 @@ CEILINGS = {
     "messaging": (1026, 6),
     "observability": (2589, 11),
     "policies": (2975, 13),
-    "replay": (4005, 18),
+    "replay": (3990, 18),
     "replay_tools": (1545, 8),
     "rewards": (568, 4),
     "simulators": (4018, 21),
