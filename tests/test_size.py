@@ -13,11 +13,11 @@ ROOT = Path(__file__).parent.parent
 CEILINGS = {
     "": (996, 7),
     "actors": (1140, 5),
-    "commands": (2770, 14),
+    "commands": (2748, 14),
     "config": (1175, 6),
     "devices": (620, 5),
     "doctor": (1326, 7),
-    "evaluation": (937, 5),
+    "evaluation": (936, 5),
     "fitting": (3929, 15),
     "launch": (4560, 20),
     "learner": (3258, 16),
@@ -33,7 +33,7 @@ CEILINGS = {
     "worlds": (5545, 24),
 }
 """Package (empty: the top level) -> most lines and modules."""
-MOST_TEST_LINES = 45_550
+MOST_TEST_LINES = 45_153
 MOST_BENCHMARK_LINES = 3_500
 LONGEST_FILE, LONGEST_FUNCTION = 440, 60
 HOT_PATH = ("actors", "learner", "replay/limiter.py", "records.py")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -68,9 +67,7 @@ def test_wilson_intervals_are_the_published_ones(
 
 def test_a_rate_prints_with_its_interval_and_no_episodes_say_nothing() -> None:
     assert str(SuccessRate.of(8, 10)) == " 80.0%  [49.0%, 94.3%]  8/10"
-    rate = SuccessRate.of(0, 0)
-    assert math.isnan(rate.rate)
-    assert (rate.low, rate.high) == (0.0, 1.0)
+    assert str(SuccessRate.of(0, 0)).endswith("[0.0%, 100.0%]  0/0")
 
 
 def test_evaluations_own_their_seeds() -> None:
@@ -210,16 +207,12 @@ def test_frames_are_shown_as_episodes_end_and_kept_of_the_first_plays_only() -> 
     assert [len(e.states) for e in played] == [len(e.frames) for e in played]
 
 
-@pytest.mark.parametrize(
-    ("chosen", "said"),
-    [
-        (np.full((1, 8, 7), np.nan), r"shape \[8, 7\], not all of them finite in seed-100"),
-        (np.zeros((1, 8, 6)), r"shape \[8, 6\] in seed-100"),
-    ],
-)
-def test_what_a_policy_must_not_choose_is_one_sentence(chosen: np.ndarray, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        list(rollout(pool(1), lambda shown: chosen.astype(np.float32), plays([100])))
+def test_what_a_policy_must_not_choose_is_one_sentence() -> None:
+    wide, narrow = np.full((1, 8, 7), np.nan, np.float32), np.zeros((1, 8, 6), np.float32)
+    with pytest.raises(ConfigError, match=r"shape \[8, 7\], not all of them finite in seed-100"):
+        list(rollout(pool(1), lambda shown: wide, plays([100])))
+    with pytest.raises(ConfigError, match=r"shape \[8, 6\] in seed-100"):
+        list(rollout(pool(1), lambda shown: narrow, plays([100])))
 
 
 @pytest.mark.parametrize(
