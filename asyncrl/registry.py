@@ -127,7 +127,14 @@ def resolve(kind: str, name: str) -> Any:
     """Return the class 'package.module:Class' or of a short name; raise ConfigError if it is unusable."""
     check_name(kind, name)
     where = BUILT_IN[kind].get(name, name)
-    return _load(kind, name, where if names_code(where) else _registered_class(kind, name))
+    if not names_code(where):
+        where, *others = registered(kind)[name]
+        if others:
+            raise ConfigError(
+                f"{FLAGS[kind]} is {name!r}, but several installed packages register that name. Write the "
+                f"class that is meant: {' or '.join([where, *others])}."
+            )
+    return _load(kind, name, where)
 
 
 def registered(kind: str) -> dict[str, tuple[str, ...]]:
@@ -139,28 +146,12 @@ def registered(kind: str) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _registered_class(kind: str, name: str) -> str:
-    where, *others = registered(kind)[name]
-    if others:
-        raise ConfigError(
-            f"{FLAGS[kind]} is {name!r}, but several installed packages register that name. Write the class "
-            f"that is meant: {' or '.join([where, *others])}."
-        )
-    if not names_code(where):
-        raise ConfigError(
-            f"{FLAGS[kind]} is {name!r}, which an installed package registers as {where!r}: that names no "
-            f"class. Its entry point in the group {ENTRY_POINTS[kind]} must be package.module:Class."
-        )
-    return where
-
-
 def check_name(kind: str, name: str) -> None:
     """Raise ConfigError unless a name is built in, registered, or that of a class; imports nothing."""
     built_in = BUILT_IN[kind]
     if name in built_in or names_code(name):
         return
-    installed = registered(kind)
-    if name in installed:
+    if name in (installed := registered(kind)):
         return
     near = difflib.get_close_matches(name, [*built_in, *installed], n=1)
     hint = f"Perhaps you meant {near[0]!r}. " if near else ""
@@ -176,12 +167,9 @@ def _load(kind: str, name: str, where: str) -> Any:
     try:
         found = getattr(import_module(module), attribute)
     except ModuleNotFoundError as error:
-        # The missing module may be one that the user's module imports.
-        remedy = (
-            "Put its folder on PYTHONPATH, or install the package."
-            if error.name and (module + ".").startswith(error.name + ".")
-            else f"{module} imports it: install it."
-        )
+        remedy = f"{module} imports it: install it."
+        if error.name and (module + ".").startswith(error.name + "."):
+            remedy = "Put its folder on PYTHONPATH, or install the package."
         raise ConfigError(
             f"{FLAGS[kind]} is {name}, but there is no module {error.name!r} here. {remedy}"
         ) from error

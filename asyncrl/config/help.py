@@ -15,7 +15,7 @@ import inspect
 import re
 import textwrap
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -57,14 +57,10 @@ class ShortHelp:
         lines += textwrap.wrap(self.about or _about(type(settings)).partition("\n\n")[0], WIDTH)
         for heading, names in self.groups.items():
             lines += ["", heading]
-            lines += [self._row(settings, name) for name in names.split()]
+            rows = ((n, self.own[n]) if n in self.own else _described(settings, n) for n in names.split())
+            lines += [f"  {shown:<{COLUMN - 3}} {what}" for shown, what in rows]
         lines += ["", *(f"  {example}" for example in self.examples)]
         return "\n".join([*lines, "", f"Every flag, with all that it does: {self.command} {ALL}"])
-
-    def _row(self, settings: Any, name: str) -> str:
-        own = {flag.partition(" ")[0]: (flag, what) for flag, what in self.own.items()}
-        shown, what = own[name] if name in own else _described(settings, name)
-        return f"  {shown:<{COLUMN - 3}} {what}"
 
     def parse(
         self,
@@ -74,11 +70,9 @@ class ShortHelp:
         *,
         shown: Settings | None = None,
     ) -> Settings:
-        """Read the settings from flags. Help and invalid flags exit.
+        """Read the settings from flags; help and invalid flags exit.
 
-        Args:
-            default: Values without a flag; None: those of the type.
-            shown: Values in the short help, of a type that cannot be made without arguments.
+        `shown` are the values in the short help of a type that cannot be made without arguments.
         """
         import tyro
 
@@ -103,7 +97,7 @@ def subcommands(kinds: Mapping[str, type]) -> Any:
 
 
 def _described(settings: Any, name: str) -> tuple[str, str]:
-    """Return the flag of a setting with the name of its value, and its description with its default."""
+    # The flag with the name of its value, and the description with the default.
     *sections, last = name.split(".")
     for section in sections:
         settings = getattr(settings, section)
@@ -131,16 +125,14 @@ def _value_name(hint: Any) -> str:
 
 @cache
 def _docstrings(settings: type) -> dict[str, str]:
-    """Return the docstrings of a settings class's fields, which only its source has."""
-    return {name: text for kind in reversed(settings.__mro__) for name, text in _of_source(kind)}
-
-
-def _of_source(kind: type) -> Iterator[tuple[str, str]]:
-    if dataclasses.is_dataclass(kind):
+    # Of the fields, which only the source has.
+    found = dict[str, str]()
+    for kind in filter(dataclasses.is_dataclass, reversed(settings.__mro__)):
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
         for field, text in pairwise(typing.cast(ast.ClassDef, tree).body):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                yield ast.unparse(field.target), " ".join(ast.literal_eval(text.value).split())
+                found[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
+    return found
 
 
 MODELS: Final = "policy world reward start_states lora.rank"

@@ -216,8 +216,6 @@ class MetricsLogger(contextlib.AbstractContextManager["MetricsLogger"]):
         self._rows_shown = 0
         self._all_columns = (*COLUMNS, TRUTH) if evaluates else COLUMNS
         self._columns: tuple[Column, ...] = ()
-        self._noted: dict[Metric, float] = {}
-        """Values of every row until they are noted again."""
         self._evaluated: dict[Metric, float] = {}
         """Result of the newest version that was measured in the true simulator."""
         path = run_dir / "metrics.jsonl"
@@ -237,7 +235,6 @@ class MetricsLogger(contextlib.AbstractContextManager["MetricsLogger"]):
     def write(self, step: int, values: Readings) -> None:
         """Record an update, counted from 1, and show it on the console."""
         now = self._clock()
-        values = {**self._noted, **values}
         for reader in self.readers:
             reader(step, {**values, **self._evaluated})
         self._record(step, values, now)
@@ -259,10 +256,6 @@ class MetricsLogger(contextlib.AbstractContextManager["MetricsLogger"]):
                 self.banner(f"TensorBoard does not get {tag} of update {step}: {error}")
         if step >= self._evaluated.get(m.EVAL_VERSION, 0):
             self._evaluated = {**values, m.EVAL_VERSION: float(step)}
-
-    def note(self, values: Readings) -> None:
-        """Put values into every later row, until they are noted again."""
-        self._noted |= values
 
     def banner(self, text: str) -> None:
         """Print a line that is not a row, such as the parts of the run or the return of an actor."""

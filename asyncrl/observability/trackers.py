@@ -38,7 +38,6 @@ END_SECONDS: Final = 60
 POLL: Final = 0.5
 LONGEST_VALUE: Final = 250  # characters of a setting in older MLflow
 PROJECT: Final = "asyncrl"  # group of the runs in trackers
-_TAKE_LISTS: Final = ("swanlab", "wandb")  # of pictures
 _RANKS: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -199,8 +198,6 @@ def main(name: str, run_dir: Path, sent: int, command: str) -> None:
         process_status.set_activity(f"sending update {step} to {name}")
         try:
             tracker.log(shown(numbers_of(row)), step=newest)  # Trackers take no step back.
-            if EVAL_SUCCESS.name in row:
-                send_sheet(tracker, run_dir, step, newest)
         except Exception as error:  # This process's boundary to a library.
             waits.count(waits.LOST_TRACKED)
             _report(None if failed else console, f"does not take update {step}", error)
@@ -244,25 +241,6 @@ def _begin(name: str, run_dir: Path, command: str) -> Any:
         {k: v if isinstance(v, bool | int | float) else str(v)[:LONGEST_VALUE] for k, v in settings.items()}
     )
     return tracker
-
-
-def send_sheet(tracker: Any, run_dir: Path, version: int, step: int) -> None:
-    """Send the sheet of a measured version, if one was drawn and the tracker takes pictures or files."""
-    from asyncrl.observability.logger import SHEET, VIDEOS, picture_name
-
-    path = run_dir / picture_name(version, SHEET)
-    if not path.exists():  # It could not be drawn.
-        return
-    if hasattr(tracker, "log_images"):
-        import numpy as np
-        from PIL import Image
-
-        with reading(path) as file, Image.open(file, formats=("PNG",)) as sheet:
-            pixels = np.asarray(sheet.convert("RGB"))
-        shown = [pixels] if tracker.name in _TAKE_LISTS else pixels
-        tracker.log_images({"eval/sheet": shown}, step=step)
-    elif hasattr(tracker, "log_artifact"):
-        tracker.log_artifact(str(path), VIDEOS)
 
 
 def numbers_of(row: dict[str, Any]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -67,15 +68,11 @@ def simulator_named(text: str) -> str:
     if text in registry.BUILT_IN["simulator"] or text in registry.registered("simulator"):
         return text
     name, folder = registry.split(text)
-    return name if name and not folder and _makes_simulators(name) else ""
-
-
-def _makes_simulators(name: str) -> bool:
-    try:
-        found = registry.resolve("simulator", name)
-    except ConfigError:
-        return False
-    return not all(hasattr(found, member) for member in registry.REQUIRED["world"])
+    with contextlib.suppress(ConfigError):
+        found = registry.resolve("simulator", name) if name and not folder else None
+        if found and not all(hasattr(found, member) for member in registry.REQUIRED["world"]):
+            return name
+    return ""
 
 
 def start_states_path(name: str, world: str) -> Path:

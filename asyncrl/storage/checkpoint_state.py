@@ -86,9 +86,15 @@ def copy_state(parameters: Parameters, optimizer: Optimizer, rank: int) -> dict[
 
 def write_state(state: Mapping[str, Tensor], folder: Path, rank: int) -> None:
     """Write this rank's result of `copy_state` into `folder`; ranks do not wait for each other."""
-    writer = HuggingFaceStorageWriter(
-        str(folder), fqn_to_index_mapping=_files_of(state), save_distributed=True
-    )
+    files: dict[str, int] = {}
+    number, room = 1, FILE_BYTES
+    for name, tensor in state.items():
+        local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if room < local.nbytes and room < FILE_BYTES:
+            number, room = number + 1, FILE_BYTES
+        files[name] = number
+        room -= local.nbytes
+    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True)
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(state), writer.storage_meta(), True)
     writer.set_up_storage_writer(True)
@@ -197,15 +203,3 @@ _REMEDY: Final = (
     "Resume with the policy settings of the run (its config.json), or start afresh with --policy and the "
     "checkpoint's folder."
 )
-
-
-def _files_of(state: Mapping[str, Tensor]) -> dict[str, int]:
-    files: dict[str, int] = {}
-    number, room = 1, FILE_BYTES
-    for name, tensor in state.items():
-        local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if room < local.nbytes and room < FILE_BYTES:
-            number, room = number + 1, FILE_BYTES
-        files[name] = number
-        room -= local.nbytes
-    return files

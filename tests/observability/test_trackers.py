@@ -10,14 +10,13 @@ import threading
 import time
 
 import pytest
-from PIL import Image
 
 from asyncrl.config.run import TrainConfig, to_json
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import process_status, waits
-from asyncrl.observability.logger import SHEET, MetricsLogger, WithoutZeros, flat, picture_name
+from asyncrl.observability.logger import MetricsLogger, WithoutZeros, flat
 from asyncrl.observability.trackers import (
     Trackers,
     check_installed,
@@ -25,7 +24,6 @@ from asyncrl.observability.trackers import (
     environment_of_tracker,
     numbers_of,
     rows_of,
-    send_sheet,
 )
 
 TRACKIO = '''
@@ -280,45 +278,6 @@ def test_an_evaluation_of_an_earlier_update_is_sent_with_the_newest_and_says_of_
     assert last == {"step": 3, "values": {"eval/success_once": 0.5, "eval/version": 0.0}}
 
 
-def evaluated_with_sheet(run_dir):
-    """Returns what a run writes after its rows when its version 2 was measured and drawn."""
-
-    def evaluated(log, stream):
-        sheet = run_dir / picture_name(2, SHEET)
-        sheet.parent.mkdir()
-        Image.new("RGB", (6, 4), (1, 2, 3)).save(sheet)
-        log.write_evaluation(2, {m.EVAL_SUCCESS: 0.5})
-
-    return evaluated
-
-
-class Pictures:
-    """Stands in for one of accelerate's trackers."""
-
-    def __init__(self, name):
-        self.name, self.told = name, []
-
-    def log_images(self, values, step):
-        self.told.append((values, step))
-
-
-@pytest.mark.parametrize(
-    ("name", "listed"), [("wandb", True), ("swanlab", True), ("aim", False), ("clearml", False)]
-)
-def test_a_sheet_is_handed_over_as_each_tracker_takes_it(tmp_path, name, listed):
-    (tmp_path / "videos").mkdir()
-    Image.new("RGB", (6, 4), (1, 2, 3)).save(tmp_path / "videos" / "update_000005.png")
-    tracker = Pictures(name)
-    send_sheet(tracker, tmp_path, 5, 7)
-    ((values, step),) = tracker.told
-    (pixels,) = values["eval/sheet"] if listed else [values["eval/sheet"]]
-    assert step == 7
-    assert pixels.shape == (4, 6, 3)
-    assert (pixels == (1, 2, 3)).all()
-    send_sheet(tracker, tmp_path, 6, 7)
-    assert len(tracker.told) == 1, "of version 6 none was drawn"
-
-
 def test_settings_are_named_as_their_flags():
     assert flat({"log_with": ["a", "b"], "actor": {"max_decisions": 6}}) == {
         "log-with": "a b",
@@ -331,14 +290,11 @@ def test_settings_are_named_as_their_flags():
 def test_mlflow_keeps_the_rows_without_a_network(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'mlruns'}")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    evaluated = evaluated_with_sheet(tmp_path / "run-7")
-    lines = run_with(tmp_path / "run-7", ROWS, name="mlflow", after_rows=evaluated)
+    lines = run_with(tmp_path / "run-7", ROWS, name="mlflow")
     assert said(lines) == []
     (kept,) = (tmp_path / "mlruns").glob("*/*/metrics/env/success_once")
     points = [line.split()[1:3] for line in kept.read_text().splitlines()]
     assert [(int(step), float(value)) for value, step in points] == [(1, 0.0), (2, 0.25), (3, 0.5)]
-    (sheet,) = (tmp_path / "mlruns").glob("*/*/artifacts/videos/*")
-    assert sheet.read_bytes() == (tmp_path / "run-7" / "videos" / "update_000002.png").read_bytes()
     assert (kept.parents[2] / "params" / "seed").read_text() == "7"
     assert (kept.parents[2] / "params" / "command").read_text() == "asyncrl train --seed 7"
     assert (kept.parents[2] / "tags" / "mlflow.runName").read_text() == "run-7"
@@ -348,11 +304,7 @@ def test_mlflow_keeps_the_rows_without_a_network(tmp_path, monkeypatch):
 @pytest.mark.timeout(120)
 def test_wandb_keeps_the_rows_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    evaluated = evaluated_with_sheet(tmp_path / "run-7")
-    lines = run_with(tmp_path / "run-7", ROWS, name="wandb", after_rows=evaluated)
+    lines = run_with(tmp_path / "run-7", ROWS, name="wandb")
     assert said(lines) == []
     (kept,) = (tmp_path / "run-7" / "wandb").glob("offline-run-*/run-*.wandb")
     assert b"env/success_once" in kept.read_bytes()
-    (sheet,) = kept.parent.glob("files/media/images/eval/sheet_*.png")
-    with Image.open(sheet) as picture:
-        assert picture.size == (6, 4)
