@@ -57,7 +57,8 @@ class ShortHelp:
         lines += textwrap.wrap(self.about or _about(type(settings)).partition("\n\n")[0], WIDTH)
         for heading, names in self.groups.items():
             lines += ["", heading]
-            rows = ((n, self.own[n]) if n in self.own else _described(settings, n) for n in names.split())
+            own = {flag.partition(" ")[0]: (flag, what) for flag, what in self.own.items()}
+            rows = (own[name] if name in own else _described(settings, name) for name in names.split())
             lines += [f"  {shown:<{COLUMN - 3}} {what}" for shown, what in rows]
         lines += ["", *(f"  {example}" for example in self.examples)]
         return "\n".join([*lines, "", f"Every flag, with all that it does: {self.command} {ALL}"])

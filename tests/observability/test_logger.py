@@ -11,7 +11,7 @@ from PIL import Image
 
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
-from asyncrl.observability.console import duration, header, render
+from asyncrl.observability.console import header, render
 from asyncrl.observability.logger import Curves, MetricsLogger, write_curves
 from support.event_files import curves_in, events_in, pictures_in
 
@@ -88,13 +88,6 @@ def test_a_narrow_terminal_does_without_some_columns_and_a_file_has_all(tmp_path
     monkeypatch.setenv("COLUMNS", "10")
     assert console([(41, VALUES)], tmp_path / "b", Terminal(), updates=41)[1].split()[:2] == ["41", "62.5%"]
     assert console([(41, VALUES)], tmp_path / "c", updates=41)[0] == HEADER
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00:00"), (59.6, "0:01:00"), (6730, "1:52:10"), (math.nan, "-")]
-)
-def test_durations(seconds, text):
-    assert duration(seconds) == text
 
 
 def test_the_console_is_plain_when_piped_and_estimates_the_end(tmp_path):
@@ -265,11 +258,3 @@ def test_a_file_of_curves_is_written_at_once_and_one_that_cannot_be_is_an_error(
     (tmp_path / "b").write_text("")
     with pytest.raises(NotADirectoryError):
         write_curves(tmp_path / "b", {1: {m.EVAL_SUCCESS: 0.5}})
-
-
-def test_tensorboard_itself_reads_the_numbers(tmp_path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    curves_of(tmp_path, {m.GRAD_NORM: 0.5}, {m.GRAD_NORM: 0.25})
-    reader = accumulator.EventAccumulator(str(tmp_path))
-    reader.Reload()
-    assert [(x.step, x.value) for x in reader.Scalars("train/actor/grad_norm")] == [(1, 0.5), (2, 0.25)]

@@ -53,11 +53,6 @@ def test_a_call_that_returns_while_the_process_ends_changes_nothing(tmp_path: Pa
     assert done.stdout == "a look was given up: nobody is there."
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python 3.14 halts such a thread")
-def test_without_it_the_process_is_aborted(tmp_path: Path) -> None:
-    assert end(tmp_path / "store").returncode == -6, "what the module is for"
-
-
 def test_console_lines_the_log_and_a_failure_are_kept_with_times(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -170,7 +170,7 @@ def test_what_had_no_gradient_yet_has_no_state_and_is_resumed(tmp_path: Path) ->
 
 def test_the_newest_checkpoints_are_kept_and_the_newest_wins(tmp_path: Path) -> None:
     update = trained(1)
-    for version in (8, 9, 10, 11):
+    for version in (8, 9, 10, 11, 11):  # The last replaces that of its name.
         save(tmp_path, update, version, keep=2)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["update_000010", "update_000011"]
@@ -194,14 +194,6 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it(tmp_path: Path) -> No
     assert not list(tmp_path.rglob("*.tmp"))
     assert checkpoint.latest(tmp_path) == done
     load(done)
-
-
-def test_saving_a_version_again_replaces_it(tmp_path: Path) -> None:
-    save(tmp_path, trained(1), 1)
-    newer = trained(2)
-    again, _ = load(save(tmp_path, newer, 1))
-    assert torch.equal(again.policy.logits, newer.policy.logits)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["update_000001"]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", STATE_FILE, "random-00000.safetensors"])
