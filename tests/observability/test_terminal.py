@@ -222,20 +222,3 @@ def test_a_lost_terminal_saves_and_ends_the_run(flags: list[str], tmp_path: Path
     reached = len(rows(run))
     assert checkpoint.latest(run) == run / "checkpoints" / f"update_{reached:06d}"
     assert left_over(tmp_path) == []
-
-
-@pytest.mark.multiprocess
-@pytest.mark.timeout(120)
-def test_killing_collect_leaves_no_workers(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "asyncrl", "collect", "--out", str(tmp_path / "data")]
-    command += ["--episodes", "5000", "--workers", "2"]
-    process = subprocess.Popen(
-        command, env=environment(tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        wait_for(lambda: len(left_over(tmp_path, 0.0)) >= 4)  # Itself, two workers, a resource tracker.
-        wait_for(lambda: list((tmp_path / "data").glob("*")))
-    finally:
-        process.kill()
-        process.wait()
-    assert left_over(tmp_path) == []
