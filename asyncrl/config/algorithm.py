@@ -86,16 +86,11 @@ class AlgorithmSettings(Bounded, section="algorithm."):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.kind == "grpo" and self.group_size < 2:
+        if self.group_size < 2 and (self.kind == "grpo" or self.filter_groups):
             raise ConfigError(
                 f"--algorithm.group-size is {self.group_size}, but it must be at least 2: with one episode "
-                "per start state the advantage is always zero. Use 8, or --algorithm.kind ppo."
-            )
-        if self.filter_groups and self.group_size < 2:
-            raise ConfigError(
-                f"--algorithm.group-size is {self.group_size}, but it must be at least 2: one episode "
-                "differs from nothing, so --algorithm.filter-groups replaces every group. Use 8, or leave "
-                "the filter out."
+                "per start state grpo's advantage is always zero, and --algorithm.filter-groups replaces "
+                "every group. Use 8, or --algorithm.kind ppo without the filter."
             )
         if self.dual_clip and self.dual_clip <= 1:
             raise ConfigError(
@@ -198,15 +193,11 @@ def check_recipe(
 
 
 def _check_names(algorithm: AlgorithmSettings, correction: CorrectionSettings) -> None:
-    """Refuse a name that nothing has, and settings that nothing of the user's takes; imports nothing."""
-    names = {
-        "correction": correction.kind,
-        "advantage": algorithm.advantage,
-        "objective": algorithm.objective,
-    }
-    for kind, name in names.items():
-        if (kind, name) != ("advantage", "auto"):
-            check_name(kind, name)
+    # Nothing is imported for it.
+    check_name("correction", correction.kind)
+    check_name("objective", algorithm.objective)
+    if algorithm.advantage != "auto":
+        check_name("advantage", algorithm.advantage)
     if correction.settings and not names_code(correction.kind):
         raise ConfigError(
             f"--correction.settings is {' '.join(correction.settings)}, but --correction.kind "

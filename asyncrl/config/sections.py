@@ -284,11 +284,6 @@ class LearnerSettings(Bounded, section="learner."):
     """When gathered weights are freed, if all are trained: after each pass of a layer, or after an optimizer
     step, which takes 2 bytes more per bfloat16 weight and is 1.07 to 1.10 times as fast."""
 
-    @property
-    def recomputed(self) -> float:
-        """Share of the layers that compute their activations again."""
-        return self.gradient_checkpointing / self.gradient_checkpointing_every
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.gradient_checkpointing_every > 1 and not self.gradient_checkpointing:
