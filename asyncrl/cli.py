@@ -65,7 +65,11 @@ def run(command: str, arguments: list[str]) -> int:
 
 def _call(command: str, arguments: list[str]) -> int:
     if command not in COMMANDS:
-        raise ConfigError(_unknown(command))
+        import difflib
+
+        near = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"Perhaps you meant `asyncrl {near[0]}`." if near else f"There are: {', '.join(COMMANDS)}."
+        raise ConfigError(f"there is no command {command!r}. {hint}")
     module, function = COMMANDS[command].split(":")
     return int(getattr(import_module(module), function)(arguments) or 0)
 
@@ -145,14 +149,6 @@ def leftover(error: Exception) -> tuple[str, int] | None:
     if isinstance(error, MemoryError) or allocation or type(error).__name__ == "OutOfMemoryError":
         return f"there is not enough memory ({what}). Use smaller numbers or a larger host. {how}", 1
     return None
-
-
-def _unknown(command: str) -> str:
-    import difflib
-
-    near = difflib.get_close_matches(command, COMMANDS, n=1)
-    hint = f"Perhaps you meant `asyncrl {near[0]}`." if near else f"There are: {', '.join(COMMANDS)}."
-    return f"there is no command {command!r}. {hint}"
 
 
 def torchrun_main() -> NoReturn:

@@ -11,10 +11,9 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module, metadata
 from operator import attrgetter
 from types import MappingProxyType
@@ -210,27 +209,22 @@ def keywords(flag: str, settings: Iterable[str]) -> dict[str, Any]:
     return found
 
 
-def as_texts(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Format settings as 'key=value' texts, the inverse of `keywords`."""
-    return tuple(f"{key}={json.dumps(value)}" for key, value in settings.items())
-
-
 def names_code(text: str) -> bool:
     """Return True if a setting names a user's class."""
     return bool(split(text)[0])
 
 
-def own_code(settings: Any, kinds: Iterable[str] = PARTS_OF_A_RUN) -> list[tuple[str, str]]:
+def own_code(settings: Any, kinds: Sequence[str] = PARTS_OF_A_RUN) -> list[tuple[str, str]]:
     """List flag and value of the settings that name a user's class or module."""
-    named = set(kinds)
-    flags = [FLAGS[kind] for kind in kinds] + ([EVALUATION] if named == set(PARTS_OF_A_RUN) else [])
+    flags = [FLAGS[kind] for kind in kinds]
+    lists = ["--world-settings"] if "world" in kinds else []
+    if {*kinds} == {*PARTS_OF_A_RUN}:
+        flags, lists = [*flags, EVALUATION], [*lists, f"{EVALUATION}-settings"]
 
     def setting(flag: str) -> Any:
         return attrgetter(flag.removeprefix("--").replace("-", "_"))(settings)
 
     found = [(flag, text) for flag in flags if names_code(text := setting(flag))]
-    lists = ["--world-settings"] if "world" in named else []
-    lists += [f"{EVALUATION}-settings"] if EVALUATION in flags else []
     return found + [(flag, text) for flag in lists for text in setting(flag) if names_module(text)]
 
 

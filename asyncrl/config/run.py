@@ -23,7 +23,7 @@ from asyncrl.config.bounds import SECONDS, SEEDS, AtLeast, Bounded
 from asyncrl.config.help import TRAIN, ShortHelp
 from asyncrl.errors import ConfigError
 from asyncrl.observability.trackers import check_names
-from asyncrl.registry import as_texts, check_name
+from asyncrl.registry import check_name
 from asyncrl.storage.untrusted import load_json, parse_json, read_bytes, shortened
 
 
@@ -296,7 +296,7 @@ def _opened_parts(table: dict[str, Any], where: str, section: str) -> dict[str, 
 
 def _typed(value: Any, current: Any, where: str, choices: tuple[Any, ...]) -> Any:
     if isinstance(current, tuple) and isinstance(value, dict):
-        return as_texts(value)
+        return tuple(f"{key}={json.dumps(one)}" for key, one in value.items())
     if isinstance(current, tuple) and isinstance(value, list) and all(isinstance(x, str) for x in value):
         return tuple(value)
     if isinstance(current, float) and type(value) is int and abs(value) < 2**63:
