@@ -16,10 +16,9 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, TextIO
+from typing import Final, NamedTuple, TextIO
 
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
@@ -151,52 +150,38 @@ def steady_console() -> Iterator[None]:
 # --- rows of updates ---
 
 
-@dataclass(frozen=True, kw_only=True)
-class Column:
+class Column(NamedTuple):
     """One column of the console row, right-aligned."""
 
     title: str
     width: int
-    text: Callable[[Readings], str]
+    pattern: str  # of all its metrics together, or 'a / b' of one each
+    metrics: tuple[Metric, ...]
 
-
-def _cell(pattern: str, *needed: Metric) -> Callable[[Readings], str]:
-    # Fills the parts of `pattern` ('a / b') with one value each; '-' if it, or all, are absent.
-    parts = list(zip(pattern.split(" / "), needed, strict=True))
-
-    def text(row: Readings) -> str:
-        known = any(x in row for x in needed)
-        return " / ".join(part.format(row[x]) if x in row else "-" for part, x in parts) if known else "-"
-
-    return text
-
-
-def _grad(row: Readings) -> str:
-    value = row.get(m.GRAD_NORM)
-    return "-" if value is None else f"{value:.2f}" if value < 10_000 else f"{value:.1e}"
-
-
-def _truth(row: Readings) -> str:
-    if m.EVAL_SUCCESS not in row:
-        return "-"
-    low, high = row[m.EVAL_LOW], row[m.EVAL_HIGH]
-    return f"{row[m.EVAL_SUCCESS]:.0%} [{low:.0%}, {high:.0%}] @{row[m.EVAL_VERSION]:.0f}"
+    def cell(self, row: Readings) -> str:
+        """Format the metrics of a row; '-' for absent ones, or for all."""
+        parts, values = self.pattern.split(" / "), [row.get(metric) for metric in self.metrics]
+        if len(parts) < len(values):
+            return "-" if None in values else self.pattern.format(*values)
+        texts = ["-" if x is None else part.format(x) for part, x in zip(parts, values, strict=True)]
+        if len(texts[0]) > self.width:
+            texts[0] = f"{values[0]:.1e}"
+        return "-" if {*texts} == {"-"} else " / ".join(texts)
 
 
 COLUMNS: Final = (
-    Column(title="success", width=7, text=_cell("{:.1%}", m.SUCCESS_ONCE)),
-    Column(title="lag avg/max", width=11, text=_cell("{:.1f} / {:.0f}", s.LAG_MEAN, s.LAG_MAX)),
-    Column(title="kl", width=7, text=_cell("{:.4f}", m.APPROX_KL)),
-    Column(title="clip", width=6, text=_cell("{:.1%}", m.CLIP_FRACTION)),
-    Column(title="grad", width=7, text=_grad),
-    Column(title="groups/min", width=10, text=_cell("{:.1f}", s.GROUPS_PER_MINUTE)),
-    Column(  # Learner, actors.
-        title="waiting l/a", width=11, text=_cell("{:.0%} / {:.0%}", s.LEARNER_WAITING, s.ACTORS_WAITING)
-    ),
-    Column(title="live/useful", width=11, text=_cell("{:.0%} / {:.0%}", s.LIVE_SLOTS, s.USEFUL_STEPS)),
+    Column("success", 7, "{:.1%}", (m.SUCCESS_ONCE,)),
+    Column("lag avg/max", 11, "{:.1f} / {:.0f}", (s.LAG_MEAN, s.LAG_MAX)),
+    Column("kl", 7, "{:.4f}", (m.APPROX_KL,)),
+    Column("clip", 6, "{:.1%}", (m.CLIP_FRACTION,)),
+    Column("grad", 7, "{:.2f}", (m.GRAD_NORM,)),
+    Column("groups/min", 10, "{:.1f}", (s.GROUPS_PER_MINUTE,)),
+    Column("waiting l/a", 11, "{:.0%} / {:.0%}", (s.LEARNER_WAITING, s.ACTORS_WAITING)),  # Learner, actors.
+    Column("live/useful", 11, "{:.0%} / {:.0%}", (s.LIVE_SLOTS, s.USEFUL_STEPS)),
 )
 """Columns between 'update' and 'eta'."""
-TRUTH: Final = Column(title="true [95 %] @update", width=19, text=_truth)
+_TRUE: Final = (m.EVAL_SUCCESS, m.EVAL_LOW, m.EVAL_HIGH, m.EVAL_VERSION)
+TRUTH: Final = Column("true [95 %] @update", 19, "{:.0%} [{:.0%}, {:.0%}] @{:.0f}", _TRUE)
 """Last column of a run that measures true success."""
 LEFT_OUT: Final = ("live/useful", "clip", "grad", "waiting l/a", "kl")
 """Columns that a narrow terminal lacks, in this order."""
@@ -218,7 +203,7 @@ def header(columns: Sequence[Column] = COLUMNS) -> str:
 
 def render(step: int, values: Readings, eta: float, columns: Sequence[Column] = COLUMNS) -> str:
     """Format a row; an absent value, or an `eta` (seconds) of NaN, shows as '-'."""
-    cells = [f"{step:>6}", *(f"{column.text(values):>{column.width}}" for column in columns)]
+    cells = [f"{step:>6}", *(f"{column.cell(values):>{column.width}}" for column in columns)]
     return "  ".join([*cells, f"{duration(eta):>8}"])
 
 
