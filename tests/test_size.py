@@ -11,10 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CEILINGS = {
-    "": (996, 7),
+    "": (974, 7),
     "actors": (1140, 5),
     "commands": (2748, 14),
-    "config": (1175, 6),
+    "config": (1153, 6),
     "devices": (620, 5),
     "doctor": (1326, 7),
     "evaluation": (936, 5),
@@ -22,13 +22,13 @@ CEILINGS = {
     "launch": (4560, 20),
     "learner": (3258, 16),
     "messaging": (1026, 6),
-    "observability": (2589, 11),
+    "observability": (2545, 11),
     "policies": (2975, 13),
     "replay": (3990, 18),
     "replay_tools": (1545, 8),
     "rewards": (568, 4),
     "simulators": (4018, 21),
-    "storage": (2344, 10),
+    "storage": (2335, 10),
     "weights": (2225, 11),
     "worlds": (5545, 24),
 }
