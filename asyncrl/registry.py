@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from importlib import import_module, metadata
 from operator import attrgetter
 from types import MappingProxyType
@@ -214,11 +214,12 @@ def names_code(text: str) -> bool:
     return bool(split(text)[0])
 
 
-def own_code(settings: Any, kinds: Sequence[str] = PARTS_OF_A_RUN) -> list[tuple[str, str]]:
+def own_code(settings: Any, kinds: Iterable[str] = PARTS_OF_A_RUN) -> list[tuple[str, str]]:
     """List flag and value of the settings that name a user's class or module."""
-    flags = [FLAGS[kind] for kind in kinds]
-    lists = ["--world-settings"] if "world" in kinds else []
-    if {*kinds} == {*PARTS_OF_A_RUN}:
+    named = {*kinds}
+    flags = [flag for kind, flag in FLAGS.items() if kind in named]
+    lists = ["--world-settings"] if "world" in named else []
+    if named == {*PARTS_OF_A_RUN}:
         flags, lists = [*flags, EVALUATION], [*lists, f"{EVALUATION}-settings"]
 
     def setting(flag: str) -> Any:

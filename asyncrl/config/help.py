@@ -128,7 +128,7 @@ def _value_name(hint: Any) -> str:
 def _docstrings(settings: type) -> dict[str, str]:
     # Of the fields, which only the source has.
     found = dict[str, str]()
-    for kind in filter(dataclasses.is_dataclass, reversed(settings.__mro__)):
+    for kind in (kind for kind in reversed(settings.__mro__) if dataclasses.is_dataclass(kind)):
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
         for field, text in pairwise(typing.cast(ast.ClassDef, tree).body):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
