@@ -23,17 +23,17 @@ CEILINGS = {
     "learner": (3258, 16),
     "messaging": (1026, 6),
     "observability": (2545, 11),
-    "policies": (2975, 13),
+    "policies": (2963, 13),
     "replay": (3990, 18),
     "replay_tools": (1545, 8),
     "rewards": (568, 4),
     "simulators": (4018, 21),
     "storage": (2335, 10),
     "weights": (2225, 11),
-    "worlds": (5545, 24),
+    "worlds": (5507, 24),
 }
 """Package (empty: the top level) -> most lines and modules."""
-MOST_TEST_LINES = 45_153
+MOST_TEST_LINES = 44_984
 MOST_BENCHMARK_LINES = 3_500
 LONGEST_FILE, LONGEST_FUNCTION = 440, 60
 HOT_PATH = ("actors", "learner", "replay/limiter.py", "records.py")
