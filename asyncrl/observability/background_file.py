@@ -175,10 +175,7 @@ class _FileHandler(logging.Handler):
 
 @contextlib.contextmanager
 def logged_to(path: Path) -> Iterator[None]:
-    """Append log records from the level INFO on, and an exception's traceback, to a file within the block.
-
-    Warnings go to standard error too.
-    """
+    """Append INFO records and an exception's traceback to a file; warnings go to standard error too."""
     file = BackgroundFile(
         path, f"lines of {path.name}", limit=_LOG_LIMIT, lost=waits.DROPPED_LINES, tell=lambda line: None
     )

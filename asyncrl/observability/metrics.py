@@ -65,11 +65,7 @@ FOLD: Final[Mapping[str, Callable[[list[float]], float]]] = {
 
 
 def define(text: str) -> Metric:
-    """Add a metric to the registry; its name must be new.
-
-    Args:
-        text: ``name, reduction, unit: Meaning. Advice.`` The meaning is one sentence.
-    """
+    """Register a new metric by ``name, reduction, unit: Meaning. Advice.``; the meaning is one sentence."""
     head, _, about = " ".join(text.split()).partition(": ")
     name, reduction, unit = head.split(", ")
     meaning, _, advice = about.partition(". ")

@@ -46,7 +46,7 @@ COUNTS: list[Count] = []
 
 
 def _define(text: str, metric: Metric | None = None) -> Wait:
-    """Define a wait by ``key | name | owner | deadline | ended by | at the deadline``."""
+    # The text is ``key | name | owner | deadline | ended by | at the deadline``.
     key, name, owner, deadline, ended_by, then = " ".join(text.split()).split(" | ")
     about = f"At most {deadline}. Ended by {ended_by}. At the deadline: {then}."
     WAITS[key] = Wait(
@@ -62,7 +62,7 @@ def _define(text: str, metric: Metric | None = None) -> Wait:
 
 
 def _counted(metric: Metric) -> Count:
-    """Define a count; their totals are numbered from the last one down, those of waits from 0."""
+    # Their totals are numbered from the last one down, those of waits from 0.
     COUNTS.append(Count(total=process_status.TOTALS - 1 - len(COUNTS), metric=metric))
     return COUNTS[-1]
 
@@ -149,12 +149,7 @@ LOST_TRACKED: Final = _counted(metrics_system.LOST_TRACKED)
 
 @contextmanager
 def waiting(wait: Wait, allowed: float = 0.0, about: str = "") -> Iterator[None]:
-    """Publish and time a wait for the length of the block.
-
-    Args:
-        allowed: Its deadline in seconds; GRACE later it counts as a hang. 0: none.
-        about: Suffix of its name, as ``": version 3"``.
-    """
+    """Publish and time a wait; GRACE after `allowed` seconds it counts as a hang (0: never)."""
     began = time.monotonic()
     with process_status.activity(wait.name + about, allowed + GRACE if allowed else 0.0):
         try:

@@ -91,10 +91,7 @@ class Checkpoints:
         optimizer: Optimizer,
         parameters: Parameters,
     ) -> Path:
-        """Copy the state and start writing a checkpoint, after the previous one; called by all ranks.
-
-        `copy_policy` copies the policy and returns a function that writes it, on a thread of rank 0.
-        """
+        """Copy the state and start writing a checkpoint; `copy_policy` returns a function that writes it."""
         self.finish()
         final = self.folder / f"update_{progress.version:06d}"
         began = time.monotonic()

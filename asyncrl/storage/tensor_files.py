@@ -380,9 +380,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 def write_file(path: Path, specs: Mapping[str, Spec], tensors: Iterator[tuple[str, Tensor]]) -> None:
     """Write a safetensors file tensor by tensor, atomically; the library's writer wants all in memory.
 
-    Args:
-        tensors: Name and tensor in the order of `specs`, of these shapes, any dtype and device. Further ones
-            are left in the iterator.
+    `tensors` come in the order of `specs`, in any dtype and on any device; further ones are left over.
     """
     header, offset = dict[str, object](__metadata__={"format": "pt"}), 0
     for name, spec in specs.items():
