@@ -16,6 +16,7 @@ import torch
 from asyncrl.actors.imagination import WorldBackend
 from asyncrl.config.sections import ActorSettings
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
+from asyncrl.observability import process_status
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.replay.server import ReplayServer
 from asyncrl.rewards.resnet import ResNetReward, RewardConfig, RewardNetwork
@@ -47,6 +48,14 @@ def imagination() -> WorldBackend:
     sampling = SamplingParams(temperature=1.3, top_k=20)
     reward = ResNetReward(RewardNetwork(config), config)
     return WorldBackend(policy, world, reward, sampling, rule=ActorSettings(max_decisions=6))
+
+
+@pytest.fixture
+def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process has counts, which begin at 0."""
+    monkeypatch.setattr(process_status, "_own_file", None)
+    monkeypatch.setattr(process_status, "_early", {})
+    process_status.publish_as(tmp_path, "counting")
 
 
 @pytest.fixture

@@ -252,7 +252,11 @@ class WeightServer:
 
     def _register(self, peer: bytes, message: WeightMessage) -> Subscriber:
         about = {name: message[name] for name in ("name", "member", "pid", "started", "manifest")}
-        new = self.subscribers[peer] = Subscriber(peer=peer, heard=time.monotonic(), **about)
+        new = Subscriber(peer=peer, heard=time.monotonic(), **about)
+        for former in self.members():
+            if new.member and not former.started and former.name == new.name:
+                self._forget(former, "was replaced")  # On this host its end is noticed at once.
+        self.subscribers[peer] = new
         self.failed.pop(new.name, None)
         self._log_event(new, "joined")
         return new

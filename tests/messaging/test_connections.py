@@ -7,14 +7,13 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 import zmq
 
 from asyncrl.messaging.sockets import ConnectionGuard, bind_router
 from asyncrl.observability import metrics_system as m
-from asyncrl.observability import process_status, waits
+from asyncrl.observability import waits
 from support.sockets import connect_dealer
 from support.weights import PATIENCE
 
@@ -28,11 +27,8 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 @pytest.mark.timeout(60)
 def test_of_too_many_connections_the_oldest_silent_one_goes_and_those_that_speak_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    counted: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(process_status, "_own_file", None)
-    monkeypatch.setattr(process_status, "_early", {})
-    process_status.publish_as(tmp_path, "learner-0")  # Its counts begin at 0.
     caplog.set_level(logging.WARNING)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     server = bind_router(context, "tcp://127.0.0.1:0")

@@ -17,7 +17,7 @@ import zmq
 from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.messaging.weight_messages import Buffer, decode, encode
 from asyncrl.observability import metrics_system as m
-from asyncrl.observability import process_status, waits
+from asyncrl.observability import waits
 from asyncrl.storage.run_owner import RunIdentity
 from asyncrl.weights.interface import PULL, WholeTensors
 from asyncrl.weights.publisher import BroadcastPublisher
@@ -66,14 +66,6 @@ def all_taken() -> Iterator[None]:
         for file in taken:
             os.close(file)
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-@pytest.fixture
-def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process has counts, which begin at 0."""
-    monkeypatch.setattr(process_status, "_own_file", None)
-    monkeypatch.setattr(process_status, "_early", {})
-    process_status.publish_as(tmp_path, "learner-0")
 
 
 class Stranger:
