@@ -265,14 +265,9 @@ class BroadcastPublisher(Publisher):
         with self._transport.side_stream():
             checksum = packing.checksum(self._buffers.buffer_pair[index])
         times.append(time.monotonic())
-        header: dict[str, Any] = {
-            "epoch": self._epoch,
-            "version": version,
-            "buffer_index": index,
-            "checksum": checksum,
-        }
+        header: dict[str, Any] = {"version": version, "buffer_index": index, "checksum": checksum}
         for member in self._members:
-            self.server.send(member.peer, "send", **header)
+            self.server.send(member.peer, "send", epoch=self._epoch, **header)
         times.append(time.monotonic())
         about = f" version {version}"
         with waits.waiting(waits.BROADCAST, self._deadline, about):
