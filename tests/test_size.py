@@ -29,11 +29,11 @@ CEILINGS = {
     "rewards": (568, 4),
     "simulators": (4018, 21),
     "storage": (2330, 10),
-    "weights": (2225, 11),
+    "weights": (2220, 11),
     "worlds": (5507, 24),
 }
 """Package (empty: the top level) -> most lines and modules."""
-MOST_TEST_LINES = 44_984
+MOST_TEST_LINES = 44_979
 MOST_BENCHMARK_LINES = 3_500
 LONGEST_FILE, LONGEST_FUNCTION = 440, 60
 HOT_PATH = ("actors", "learner", "replay/limiter.py", "records.py")
