@@ -75,8 +75,9 @@ def main(arguments: list[str]) -> int:
         print(f"wrote the world of {source} in the layout of this version to {config.out}")
         return 0
     if (source / ADAPTER).is_file() and not (source / "config.json").is_file():
-        raise ConfigError(f"{source} holds adapters alone. Convert their policy, and give them as --adapter.")
-    _convert(config)
+        _convert_adapter(config, source)
+    else:
+        _convert(config)
     return 0
 
 
@@ -102,6 +103,19 @@ def _convert(config: ConvertConfig) -> None:
     )
     _write_card(config, training, done.config, loading=loading(config.out, done))
     print(report(config, done, time.monotonic() - began))
+
+
+def _convert_adapter(config: ConvertConfig, source: Path) -> None:
+    from asyncrl.policies.lora import export_adapter
+    from asyncrl.policies.openvla.export import ADAPTER_LOADING
+    from asyncrl.policies.openvla.files import open_folder
+
+    checkpoint = source.resolve().parent
+    policy = open_folder(policy_folder(config.original or str(checkpoint)))
+    training = _training(checkpoint)
+    layers = export_adapter(source, config.out, policy.rows)
+    _write_card(config, training, policy.config, loading=ADAPTER_LOADING, library="peft")
+    print(f"wrote     {config.out}: adapters of {layers} layers under published names")
 
 
 def _training(folder: Path) -> dict[str, Any]:

@@ -222,6 +222,27 @@ def read_pairs(folder: Path) -> dict[str, _Pair]:
     return pairs
 
 
+def export_adapter(source: Path, folder: Path, rows: Sequence[TensorMapping]) -> int:
+    """Write the adapters of a checkpoint under published names, for peft; returns the number of layers.
+
+    Published layers for query, key and value together have three times the rank and alpha.
+    """
+    fields, joined = read_json(source / CONFIG), _published_pairs(source, read_pairs(source), rows)
+    tripled = [re.escape(layer) for layer, pair in joined.items() if len(pair.into) == 3 * fields["r"]]
+    fields |= {
+        "target_modules": sorted(joined),
+        "exclude_modules": None,
+        "rank_pattern": dict.fromkeys(tripled, 3 * fields["r"]),
+        "alpha_pattern": dict.fromkeys(tripled, 3 * fields["lora_alpha"]),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    halves = {f"{PREFIX}{layer}.lora_A.weight": pair.into for layer, pair in joined.items()}
+    halves |= {f"{PREFIX}{layer}.lora_B.weight": pair.out for layer, pair in joined.items()}
+    write_tensors(folder / TENSORS, halves)
+    write_json(folder / CONFIG, fields)
+    return len(joined)
+
+
 def _published_pairs(
     source: Path, pairs: Mapping[str, _Pair], rows: Sequence[TensorMapping]
 ) -> dict[str, _Pair]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -17,6 +17,7 @@ from asyncrl.policies.openvla.export import convert
 from asyncrl.policies.openvla.policy import load_policy
 from support.adapters import adapted, logits_of, small
 from support.published import CONFIG, LLAMA, all_tensors, published_tensors, run_cli, write_published
+from support.published_exports import export_openvla
 
 
 def module_tree(tensors: dict[str, Tensor]) -> nn.Module:
@@ -166,10 +167,26 @@ def test_our_adapters_are_merged_into_our_folder(tmp_path: Path) -> None:
     assert not torch.equal(logits_of(found), logits_of(small()))
 
 
-def test_adapters_alone_are_no_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_adapter(adapted(), tmp_path / "adapter")
-    assert run_cli(tmp_path / "adapter", tmp_path / "out") == 2
-    assert "holds adapters alone" in capsys.readouterr().err
+@pytest.mark.parametrize("targets", ["all", "language"])
+def test_peft_puts_our_exported_adapters_on_the_published_model(tmp_path: Path, targets: str) -> None:
+    trained = adapted(targets)
+    run = tmp_path / "update_000001"
+    small().save(run)
+    save_adapter(trained, run / "adapter")
+    assert run_cli(run / "adapter", tmp_path / "out") == 0
+    assert "PeftModel.from_pretrained" in (tmp_path / "out" / "README.md").read_text()
+    export_openvla(small(), tmp_path / "plain")
+    export_openvla(trained, tmp_path / "trained")
+    expected = all_tensors(tmp_path / "trained")
+    wrapped = PeftModel.from_pretrained(module_tree(all_tensors(tmp_path / "plain")), str(tmp_path / "out"))  # type: ignore[arg-type]
+    found = merged_by_peft(wrapped)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=2e-5, rtol=1e-5, msg=name)
+    # and this package itself merges what it exported
+    convert(tmp_path / "plain", tmp_path / "own", adapter=tmp_path / "out")
+    for name, tensor in all_tensors(tmp_path / "own").items():
+        torch.testing.assert_close(tensor, expected[name], atol=2e-5, rtol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("through_link", [False, True], ids=["plain", "link"])

@@ -241,6 +241,14 @@ def _auto_map(file: Path) -> dict[str, list[str]]:
     return {name: [one for one in of if isinstance(one, str)] for name, of in lists.items()}
 
 
+ADAPTER_LOADING: Final = """\
+`peft` puts the adapters of this folder on the published model that training began with:
+
+```python
+model = PeftModel.from_pretrained(model, "FOLDER")
+```"""
+
+
 def loading(folder: Path, report: ConversionReport) -> str:
     """Describe how asyncrl and other stacks load an export."""
     own = "```bash\nasyncrl evaluate FOLDER\nasyncrl train --policy FOLDER\n```\n\n"
@@ -306,6 +314,7 @@ def card(
     source: str,
     loading: str,
     hub: Mapping[str, str],
+    library: str = "transformers",
 ) -> str:
     """Return the README.md of an export: a header in YAML for a hub, then Markdown.
 
@@ -320,7 +329,7 @@ def card(
     tags += ["reinforcement-learning"] if run != NO_RUN else []
     given: dict[str, Any] = {name: value for name, value in hub.items() if value}
     header = ModelCardData(
-        library_name="transformers", pipeline_tag="robotics", tags=tags, ignore_metadata_errors=False, **given
+        library_name=library, pipeline_tag="robotics", tags=tags, ignore_metadata_errors=False, **given
     )
     licence = "" if given.get("license") else "No licence is stated here; the original weights have one."
     return _TEMPLATE.format(
