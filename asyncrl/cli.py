@@ -17,7 +17,7 @@ from typing import Final, NoReturn
 from asyncrl import __version__
 from asyncrl.commands import COMMANDS
 from asyncrl.errors import AsyncRLError, ConfigError, first_line
-from asyncrl.observability.process_status import expect_exit
+from asyncrl.observability.signals import expect_exit
 
 
 def usage() -> str:

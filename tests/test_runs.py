@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import OptimizerSettings, ReplaySettings
 from asyncrl.storage import run_owner
 from asyncrl.storage.checkpoint import keep_copy
-from support.recorded_run import make_run
 from support.run_folders import contents, kill_owner, write_run
 
 
@@ -203,23 +201,3 @@ def test_a_run_that_begins_meanwhile_or_runs_is_not_touched(
     assert "left alone, for it runs: first" in said(["gc", "--yes"], capsys)
     assert (len(kept(folder / "first")), kept(folder / "second")) == (4, ["update_000002"])
     held.pop().release()
-
-
-def test_gc_deletes_of_a_finished_replay_what_no_resume_needs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = write_run(tmp_path / "run", made=4)
-    recorded = make_run(tmp_path / "recorded")
-    shutil.copytree(recorded / "replay", run / "replay")
-    (run / "replay" / "group-99999999.h5").symlink_to(run / "config.json")
-    assert "groups that were used" in said(["gc", str(run)], capsys)
-    said(["gc", str(run), "--yes"], capsys)
-    left = sorted(path.name for path in (run / "replay").glob("group-*"))
-    # Group 0 was used before the newest checkpoint, 1 filtered, 3 dropped; 2 waits.
-    assert left == ["group-00000002.h5", "group-99999999.h5"]
-    assert (run / "replay" / "ledger.log").is_file()
-
-    stopped = write_run(tmp_path / "stopped", made=3)
-    shutil.copytree(recorded / "replay", stopped / "replay")
-    said(["gc", str(stopped), "--yes"], capsys)
-    assert len(list((stopped / "replay").glob("group-*"))) == 4

@@ -29,7 +29,7 @@ from asyncrl.commands.train import read_settings
 from asyncrl.config.bounds import THREADS, AtLeast, Bounded
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.observability.process_status import die_with_parent, interrupts_raised
+from asyncrl.observability.signals import die_with_parent, interrupts_raised
 from asyncrl.storage.atomic import read_json, write_text
 from asyncrl.storage.run_owner import acquire
 

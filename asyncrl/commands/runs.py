@@ -22,17 +22,12 @@ from asyncrl.config.help import subcommands
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
-from asyncrl.replay.group_file import read_group_file
-from asyncrl.replay.store import PATTERN
-from asyncrl.replay_tools.episodes import NOTHING, read_outcomes, sound, table, warn, watched
-from asyncrl.replay_tools.files import expendable
+from asyncrl.replay_tools.episodes import NOTHING, table, warn
 from asyncrl.storage import run_folder, run_owner
-from asyncrl.storage.assets import kept
 from asyncrl.storage.run_folder import State, summarise
 from asyncrl.storage.run_owner import FolderInUse
 from asyncrl.storage.untrusted import kind_of, remove
 
-GROUPS: Final = "groups that were used"
 OLDER: Final = "older checkpoints"
 UNFINISHED: Final = "unfinished checkpoints"
 _CHECKPOINT: Final = re.compile(r"update_(\d{6,})")
@@ -63,8 +58,8 @@ class Leftover:
 class Gc(_Look):
     """List the files of ended runs that can be deleted; --yes deletes them.
 
-    What can go: checkpoints but the newest ones and the best; unfinished checkpoints; of finished runs the
-    groups of the replay that no resume needs. Running runs, and all that is not recognised, are left alone.
+    What can go: checkpoints but the newest ones and the best, and unfinished ones. Running runs, and all that
+    is not recognised, are left alone. `asyncrl replay prune` deletes groups.
     """
 
     keep_checkpoints: Annotated[int, AtLeast(1, "a run goes on from the newest.", "Use 1.")] = 1
@@ -106,7 +101,7 @@ class Gc(_Look):
     def _print(self, states: Mapping[Path, State], found: Mapping[Path, Sequence[Leftover]]) -> None:
         rows = [("run", "state", "what", "number", "MB")]
         for run, leftovers in found.items():
-            for kind in (GROUPS, OLDER, UNFINISHED):
+            for kind in (OLDER, UNFINISHED):
                 if sizes := [one.nbytes for one in leftovers if one.kind == kind]:
                     rows.append((run.name, states[run].value, kind, str(len(sizes)), _mb(sum(sizes))))
         if len(rows) > 1:
@@ -120,17 +115,8 @@ class Gc(_Look):
 
 def leftovers_of(run: Path, state: State, keep: int) -> Iterator[Leftover]:
     """Yield the leftovers of a run that has ended; none of a running one."""
-    if state is State.RUNNING:
-        return
-    if kind_of(run / "checkpoints") == "a folder":
+    if state is not State.RUNNING and kind_of(run / "checkpoints") == "a folder":
         yield from _checkpoints(run / "checkpoints", keep)
-    replay = run / "replay"
-    if state is State.FINISHED and kind_of(replay) == "a folder" and (replay / "replay.json").is_file():
-        outcomes, resume = read_outcomes(replay, warn), max(kept(run), default=None)
-        for path in watched(sorted(replay.glob(PATTERN)), f"reading groups of {run.name}"):
-            group = sound(path, read_group_file) if not kind_of(path) else None
-            if group is not None and expendable(group, outcomes, resume):
-                yield Leftover(path=path, kind=GROUPS, nbytes=group.size)
 
 
 def _checkpoints(folder: Path, keep: int) -> Iterator[Leftover]:

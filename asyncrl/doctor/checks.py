@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AsyncRLError
 from asyncrl.observability.console import hanging
-from asyncrl.observability.process_status import BlockingThread
+from asyncrl.observability.signals import BlockingThread
 from asyncrl.records import ActionSpec, SlotBytes, StartState
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from asyncrl.devices.tensors import pick_device
 from asyncrl.doctor.checks import Examination, Finding, broken, ok, warning
 from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.launch.children import redirect_output
-from asyncrl.observability.process_status import die_with_parent
+from asyncrl.observability.signals import die_with_parent
 
 DEADLINE: Final = 60.0
 """Seconds; a pair that might not end within them is not begun."""

@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.observability import waits
-from asyncrl.observability.process_status import StopFlag, die_with_parent, expect_exit, raise_limit
+from asyncrl.observability.signals import StopFlag, die_with_parent, expect_exit, raise_limit
 from asyncrl.storage.untrusted import open_regular
 
 REPLAY: Final = "replay"  # the child that keeps the episodes

@@ -39,7 +39,8 @@ from asyncrl.launch.placement import RELAYED, Placement, checked_placement
 from asyncrl.messaging.sockets import private_folder
 from asyncrl.observability import process_status, waits
 from asyncrl.observability.background_file import logged_to
-from asyncrl.observability.process_status import BlockingThread, StopFlag, Watchdog
+from asyncrl.observability.process_status import Watchdog
+from asyncrl.observability.signals import BlockingThread, StopFlag
 from asyncrl.storage import run_owner
 from asyncrl.storage.atomic import write_text
 from asyncrl.storage.untrusted import load_json

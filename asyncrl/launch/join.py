@@ -22,7 +22,7 @@ from asyncrl.config.run import TrainConfig, overlay
 from asyncrl.errors import AttemptEnded, ConfigError
 from asyncrl.launch.children import log_errors
 from asyncrl.messaging.keys import ClientKeys, load_client_keys
-from asyncrl.observability.process_status import StopFlag, interrupts_raised, raise_limit
+from asyncrl.observability.signals import StopFlag, interrupts_raised, raise_limit
 from asyncrl.registry import MODELS
 
 if TYPE_CHECKING:

@@ -49,7 +49,8 @@ from asyncrl.launch.placement import (
 from asyncrl.observability import process_status
 from asyncrl.observability.background_file import logged_to
 from asyncrl.observability.console import StatusLine, steady_console
-from asyncrl.observability.process_status import StopFlag, Watchdog, die_with_parent, raise_limit
+from asyncrl.observability.process_status import Watchdog
+from asyncrl.observability.signals import StopFlag, die_with_parent, raise_limit
 from asyncrl.replay.client import ZmqLearnerPort
 from asyncrl.storage import run_folder
 

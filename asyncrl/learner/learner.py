@@ -29,7 +29,7 @@ from asyncrl.learner.update import Update
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import process_status, waits
 from asyncrl.observability.metrics import Metric
-from asyncrl.observability.process_status import activity, interrupts_deferred
+from asyncrl.observability.process_status import activity
 from asyncrl.replay.interface import BatchDescription, LearnerPort, NothingToLearn
 from asyncrl.storage import checkpoint
 from asyncrl.storage.checkpoint import Checkpoints, Progress
@@ -245,20 +245,18 @@ class Learner:
         return None
 
     def _learn(self, groups: Groups) -> dict[Metric, float]:
-        """Nothing can interrupt an update halfway."""
         began = self.clock()
         batch = build_batch(groups, version=self.version)
-        with interrupts_deferred():
-            self._update_in_progress = True
-            metrics = self.update(batch, self.version)
-            self._require_finite()  # While in progress: weights that are not finite are not saved.
-            self.version += 1
-            self.groups_used += self.algorithm.groups_per_update
-            self._update_in_progress = False
-            seconds = self.clock() - began
-            speed = self.throughput.measure(
-                batch, self.update.decisions, seconds, policy_learned=self.update.stepper.policy_learns
-            )
+        self._update_in_progress = True
+        metrics = self.update(batch, self.version)
+        self._require_finite()  # While in progress: weights that are not finite are not saved.
+        self.version += 1
+        self.groups_used += self.algorithm.groups_per_update
+        self._update_in_progress = False
+        seconds = self.clock() - began
+        speed = self.throughput.measure(
+            batch, self.update.decisions, seconds, policy_learned=self.update.stepper.policy_learns
+        )
         return metrics | speed | {m.UPDATE_SECONDS: seconds}
 
     def _require_finite(self) -> None:

@@ -1,4 +1,4 @@
-"""Processes of a run: activity of every thread, published in shared memory; hangs; signals; ends.
+"""Processes of a run: activity of every thread, published in shared memory; hangs.
 
 run/processes/actor-1          process id; for each thread activity, start and allowed seconds; totals of
                                `waits.WAITS` and `waits.COUNTS`
@@ -7,26 +7,21 @@ run/processes/actor-1.stacks   stacks of its threads, at each `dump_stacks`
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import ctypes
-import errno
 import faulthandler
 import mmap
 import os
-import resource
 import signal
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Final, TextIO
 
+from asyncrl.observability.signals import exhausted
 from asyncrl.storage.untrusted import make_folder, open_regular, read_bytes, remove
 
 FOLDER: Final = "processes"
@@ -303,138 +298,3 @@ class Watchdog:
     def _run(self) -> None:
         while not self._closing.wait(POLL_INTERVAL):
             self._check()
-
-
-# --- stop requests ---
-
-_ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class StopFlag:
-    """Set by SIGINT, SIGTERM or SIGHUP (a lost terminal); later ones change nothing."""
-
-    def __init__(self) -> None:
-        self.set, self._told = False, False
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.set = True
-
-    def pop_events(self) -> list[str]:
-        """Return the user's message once, after the first signal."""
-        told, self._told = self._told, self.set
-        return ["stopping: what was learned is saved first"] if self.set and not told else []
-
-    @contextmanager
-    def listening(self) -> Iterator[StopFlag]:
-        """Handle these signals within the block; main thread only."""
-        with _handled(self._note, *_ENDING):
-            yield self
-
-
-@contextmanager
-def interrupts_raised() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP, like SIGINT, raise KeyboardInterrupt within the block; main thread only."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    with _handled(interrupt, *_ENDING):
-        yield
-
-
-@contextmanager
-def interrupts_deferred() -> Iterator[None]:
-    """Defer the first Ctrl-C to the end of the block; a second one interrupts at once."""
-    in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield  # Ctrl-C raises no KeyboardInterrupt here.
-        return
-    interrupted = False
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupted
-        if interrupted:
-            raise KeyboardInterrupt
-        interrupted = True
-
-    with _handled(note, signal.SIGINT):
-        yield
-    if interrupted:
-        raise KeyboardInterrupt
-
-
-@contextmanager
-def _handled(handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
-    # A SIGHUP that is ignored from the start stays so: that is how `nohup` works.
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    heeded = [number for number in numbers if not (ignored and number == signal.SIGHUP)]
-    before = {number: signal.signal(number, handler) for number in heeded}
-    try:
-        yield
-    finally:
-        for number, former in before.items():
-            signal.signal(number, former)
-
-
-# --- ends ---
-
-_exit_code: int | None = None
-
-
-# A call that may block for ever runs on a `BlockingThread`, which is abandoned at its deadline. If it returns
-# while Python ends, Python up to 3.13 ends the thread where it asks for the interpreter; within a destructor
-# of torch's that aborts the process (SIGABRT), and torchrun ends the other ranks. With such a thread a
-# process therefore ends after Python's exit handlers.
-
-
-class BlockingThread(threading.Thread):
-    """Daemon thread for a call into a library that may block for ever."""
-
-    def __init__(self, call: Callable[[], object], name: str) -> None:
-        super().__init__(target=call, name=name, daemon=True)
-
-
-def expect_exit(code: int) -> int:
-    """Register the exit code and return it; the last call of a program."""
-    global _exit_code
-    _exit_code = code
-    return code
-
-
-# Exit handlers run in reverse order: a program imports this module before those that register others.
-@atexit.register
-def _end() -> None:
-    if _exit_code is None or not any(isinstance(thread, BlockingThread) for thread in threading.enumerate()):
-        return
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, AttributeError, ValueError):  # Closed, or without a reader.
-            stream.flush()
-    os._exit(_exit_code)
-
-
-def die_with_parent(parent: int) -> None:
-    """Make this process end when the process `parent` does, however that ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # It died before the call.
-        os._exit(1)
-
-
-# --- file descriptors ---
-
-REMEDY: Final = (
-    "This process may open no more files. Raise its limit (ulimit -n) before the run is started, or see what "
-    "holds them: ls -l /proc/PID/fd, and for connections ss -tnp."
-)
-
-
-def raise_limit() -> int:
-    """Raise the soft limit of open files to the hard one; returns it."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with contextlib.suppress(ValueError, OSError):  # Some systems have a lower limit of their own.
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-
-
-def exhausted(error: BaseException) -> bool:
-    """Return True if an error means that this process, or the system, has no free file descriptor."""
-    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)

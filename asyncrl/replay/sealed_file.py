@@ -21,7 +21,7 @@ from typing import Final
 import h5py
 
 from asyncrl.errors import CodecMissing, OutOfFiles, ReplayError
-from asyncrl.observability import process_status
+from asyncrl.observability import signals
 from asyncrl.storage.atomic import replacing
 from asyncrl.storage.untrusted import open_regular
 
@@ -94,7 +94,7 @@ def _check_whole(path: Path) -> int:
         finally:
             os.close(handle)
     except OSError as error:
-        if process_status.exhausted(error):
+        if signals.exhausted(error):
             raise unreadable(path, error) from None
         raise ReplayError(f"{path} cannot be read ({error.strerror}). Check the path.") from None
     except ValueError as error:
@@ -135,8 +135,8 @@ def _checksum_outside(
 
 def unreadable(path: Path, error: Exception) -> ReplayError:
     """Return the error of a damaged file, or of too few file descriptors."""
-    if process_status.exhausted(error):
-        return OutOfFiles(f"{path} cannot be read now ({error}). {process_status.REMEDY}")
+    if signals.exhausted(error):
+        return OutOfFiles(f"{path} cannot be read now ({error}). {signals.REMEDY}")
     return damaged(path, str(error))
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from asyncrl.episode_layout import SCHEMA_VERSION
 from asyncrl.errors import DiskFull, OutOfFiles, ReplayError
-from asyncrl.observability import process_status
+from asyncrl.observability import signals
 from asyncrl.records import Episode
 from asyncrl.replay.events import Ledger, read_line, write_line
 from asyncrl.replay.group_file import FORMAT, FORMAT_VERSION, GroupFile, read_group_file, write_group
@@ -62,8 +62,8 @@ class EpisodeStore:
             return write_group(self.folder / file_name(number), number, members)
         except OSError as error:
             kind, remedy = ReplayError, "Free disk space, or lower --replay.max-gigabytes."
-            if process_status.exhausted(error):
-                kind, remedy = OutOfFiles, process_status.REMEDY
+            if signals.exhausted(error):
+                kind, remedy = OutOfFiles, signals.REMEDY
             elif is_full(error):
                 kind = DiskFull
             why = f"group {number} could not be written to {self.folder}: {error}. {remedy}"

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.observability.process_status import die_with_parent
+from asyncrl.observability.signals import die_with_parent
 from asyncrl.simulators.interface import Demonstrator, HasExpert, Seen, SimStart, Simulator, SimulatorSource
 
 Frames = Literal["none", "last", "all"]  # Pictures wanted of a request.

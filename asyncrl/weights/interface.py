@@ -23,7 +23,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.errors import WeightSyncError, first_line
 from asyncrl.observability.metrics import Metric
-from asyncrl.observability.process_status import BlockingThread
+from asyncrl.observability.signals import BlockingThread
 from asyncrl.registry import resolve
 from asyncrl.weights import packing
 from asyncrl.weights.packing import Buffers, Manifest

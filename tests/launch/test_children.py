@@ -10,7 +10,7 @@ import pytest
 from asyncrl.errors import RunError
 from asyncrl.launch.children import ChildProcesses
 from asyncrl.launch.job import Job, RunInfo, failure_file, pop_failure, report_failure
-from asyncrl.observability.process_status import StopFlag
+from asyncrl.observability.signals import StopFlag
 
 
 class Child:

@@ -141,30 +141,6 @@ def test_ctrl_c_while_waiting_saves_and_ends_the_run(tmp_path: Path) -> None:
     assert run.events[-2:] == ["save 0", "stop"]
 
 
-def test_ctrl_c_during_an_update_waits_for_its_end(tmp_path: Path) -> None:
-    run, undisturbed = Run(tmp_path / "a"), Run(tmp_path / "b", updates=1)
-    run.policy.on_evaluate = lambda: signal.raise_signal(signal.SIGINT) if not run.policy.evaluated else None
-    run.learner.run()
-    undisturbed.learner.run()
-    assert saved(tmp_path / "a") == ["update_000001"]
-    assert torch.equal(run.policy.logits, undisturbed.policy.logits)
-    assert run.events[-1] == "stop"
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_a_second_ctrl_c_cuts_the_update_and_keeps_the_checkpoint_before(tmp_path: Path) -> None:
-    run = Run(tmp_path, updates=9, every=2)
-
-    def at_every_call_from_the_fourth_update_on() -> None:
-        if run.learner.version == 3:
-            signal.raise_signal(signal.SIGINT)
-
-    run.policy.on_evaluate = at_every_call_from_the_fourth_update_on
-    run.learner.run()
-    assert saved(tmp_path) == ["update_000002"]
-    assert run.events[-1] == "stop"
-
-
 def test_a_row_has_the_metrics_of_every_part_and_its_times_and_rates_cover_all_of_it(tmp_path: Path) -> None:
     run = Run(tmp_path, updates=2, seconds_to_fill=6.0)
     run.learner.run()

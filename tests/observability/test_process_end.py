@@ -16,7 +16,7 @@ PROGRAM = """
 import sys, time
 from torch.distributed import FileStore
 from asyncrl.errors import WeightSyncError
-from asyncrl.observability.process_status import expect_exit
+from asyncrl.observability.signals import expect_exit
 from asyncrl.weights.interface import run_bounded
 
 class Answer:  # Comes while Python ends, which takes longer than to hear it.

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.errors import OutOfFiles
 from asyncrl.observability import metrics_system as s
-from asyncrl.observability import process_status
+from asyncrl.observability import signals
 from asyncrl.replay.group_file import GroupFile, read_group_file
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
@@ -88,7 +88,7 @@ def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
-        assert process_status.raise_limit() == before[1]
+        assert signals.raise_limit() == before[1]
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
