@@ -11,29 +11,29 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CEILINGS = {
-    "": (975, 7),
-    "actors": (1140, 5),
-    "commands": (2748, 14),
-    "config": (1153, 6),
-    "devices": (620, 5),
-    "doctor": (1326, 7),
-    "evaluation": (936, 5),
-    "fitting": (3929, 15),
-    "launch": (4560, 20),
-    "learner": (3258, 16),
-    "messaging": (1026, 6),
-    "observability": (2533, 11),
-    "policies": (2963, 13),
-    "replay": (3990, 18),
-    "replay_tools": (1545, 8),
-    "rewards": (568, 4),
-    "simulators": (4018, 21),
-    "storage": (2330, 10),
-    "weights": (2220, 11),
-    "worlds": (5507, 24),
+    "": (970, 7),
+    "actors": (1132, 5),
+    "commands": (2743, 14),
+    "config": (1148, 6),
+    "devices": (617, 5),
+    "doctor": (1321, 7),
+    "evaluation": (931, 5),
+    "fitting": (3924, 15),
+    "launch": (4546, 20),
+    "learner": (3251, 16),
+    "messaging": (1021, 6),
+    "observability": (2518, 12),
+    "policies": (2988, 13),
+    "replay": (3992, 18),
+    "replay_tools": (1539, 8),
+    "rewards": (563, 4),
+    "simulators": (4014, 21),
+    "storage": (2325, 10),
+    "weights": (2217, 11),
+    "worlds": (5502, 24),
 }
 """Package (empty: the top level) -> most lines and modules."""
-MOST_TEST_LINES = 44_979
+MOST_TEST_LINES = 45_000
 MOST_BENCHMARK_LINES = 3_500
 LONGEST_FILE, LONGEST_FUNCTION = 440, 60
 HOT_PATH = ("actors", "learner", "replay/limiter.py", "records.py")
