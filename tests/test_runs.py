@@ -73,18 +73,11 @@ def test_a_folder_without_runs_is_said(tmp_path: Path, capsys: pytest.CaptureFix
     assert "lst is no folder that holds runs" in capsys.readouterr().err
 
 
-def test_tables_fit_a_terminal_and_are_whole_in_a_pipe(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_show_long_names_whole(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     long = "a_name_that_is_much_longer_than_a_terminal_is_wide_with_all_that_stands_behind_it"
     write_run(folder / long)
-    calls = (["list"], ["compare", "runs/first", f"runs/{long}"])
-    for arguments in calls:
+    for arguments in (["list"], ["compare", "runs/first", f"runs/{long}"]):
         assert long in said(arguments, capsys)
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "80")
-    for arguments in calls:
-        assert max(map(len, said(arguments, capsys).splitlines())) <= 80
 
 
 def test_compare_shows_what_differs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,9 +22,8 @@ from asyncrl.records import Episode, StartState
 from asyncrl.replay_tools.episodes import ReplayCommand, find_group
 from asyncrl.replay_tools.export import Export
 from asyncrl.replay_tools.files import Compact, Prune, Verify
-from asyncrl.replay_tools.pictures import Comparison, Sheet, Video, comparison_sheet, comparison_table
+from asyncrl.replay_tools.pictures import Comparison, Sheet, Video, comparison_table
 from asyncrl.replay_tools.tables import ListEpisodes, Show, Stats
-from asyncrl.storage.media import require_png
 
 if TYPE_CHECKING:
     import torch
@@ -38,8 +37,6 @@ class Imagine(ReplayCommand):
 
     group: Annotated[int, tyro.conf.Positional, tyro.conf.arg(metavar="GROUP")]
     """Its number."""
-    out: Path = Path()
-    """File to write, ending in .png: the final frames next to those imagined again. Left out: the table."""
     rows: Annotated[int, AtLeast(0, "it counts rows.", "Use 0 for those of the run.", highest=4096)] = 0
     """Rows of every pass of the models: 1 is every member alone. 0: with --imagination.fixed-shape as many as
     in the run, else the members that go on."""
@@ -55,13 +52,8 @@ class Imagine(ReplayCommand):
     start_states: str = ""
     """In place of the run's --start-states."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.out != Path():
-            require_png(self.out)
-
     def run(self) -> int:
-        """Print the table and draw the picture; 1 if a member differs."""
+        """Print the table; 1 if a member differs."""
         from asyncrl.devices.tensors import take_device
         from asyncrl.evaluation.audit import imagine_group
         from asyncrl.launch.environment import build_world_model, rows_of_a_pass
@@ -105,9 +97,6 @@ class Imagine(ReplayCommand):
         verdicts = [one.verdict for one in found]
         counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in dict.fromkeys(verdicts))
         print(f"{len(found)} members: {counts}")
-        if self.out != Path():
-            comparison_sheet(found).save(self.out)
-            print(f"{self.out}: stored final frames, those imagined again, and differences")
         return int("differs" in verdicts)
 
     def _run(self) -> tuple[Path, TrainConfig]:

@@ -193,7 +193,7 @@ class List(_Look):
             shares = [NOTHING if rate is None else f"{rate:.1%}" for rate in rates]
             place = (run.path.name, _when(run.started), run.state.value, f"{run.version}/{run.updates}")
             rows.append((*place, *shares, _mb(folder_bytes(run.path))))
-        print(table(rows, ("started",)) if runs else f"There are no runs in {self.folder}.")
+        print(table(rows) if runs else f"There are no runs in {self.folder}.")
         for run in runs:
             if run.problem:
                 print(f"{run.path.name}: {run.problem}", file=sys.stderr)

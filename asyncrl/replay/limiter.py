@@ -65,7 +65,7 @@ class Limiter(GroupTable):
         self.episode_format = episode_format
         self.heartbeat_timeout = HEARTBEAT_TIMEOUT
         self.actors: defaultdict[str, Actor] = defaultdict(Actor)
-        self._listening_since = self.clock()
+        self.listening_since = self.clock()  # Silence is counted from here; later after a stall.
 
     def too_old(self, aged: Episode | OpenGroup | GroupFile, version: int) -> ReceiptStatus | None:
         """Return `dropped_lag` if a learner at `version` may not use an episode or group, else None."""
@@ -90,22 +90,13 @@ class Limiter(GroupTable):
         """Record a sign of life."""
         self.actors[actor].heard_at = self.clock()
 
-    @property
-    def actors_heard(self) -> list[Actor]:
-        """Actors that sent this process a sign of life within the timeout."""
-        return [a for name, a in self.actors.items() if a.heard_at > -math.inf and not self.timed_out(name)]
-
     def since_heartbeat(self, actor: str) -> float:
         """Return the seconds since an actor's last sign of life."""
-        return self.clock() - max(self.actors[actor].heard_at, self._listening_since)
+        return self.clock() - max(self.actors[actor].heard_at, self.listening_since)
 
     def timed_out(self, actor: str) -> bool:
         """True if an actor gave no sign of life for more than `heartbeat_timeout` seconds."""
         return self.since_heartbeat(actor) > self.heartbeat_timeout
-
-    def restart_heartbeat_timers(self) -> None:
-        """Restart all heartbeat timers after the replay itself stalled."""
-        self._listening_since = self.clock()
 
     def find_grant(self, actor: str, request_number: int) -> GroupGrant | None:
         """Return the open group that was granted for the same request >= 0 of an actor, if any."""
@@ -201,7 +192,7 @@ class Limiter(GroupTable):
         """List the incomplete open groups of actors that make no progress or fell silent."""
         now, found = self.clock(), []
         for number, group in self.open.items():
-            progress = max(group.granted_at, self.actors[group.actor].progress_at, self._listening_since)
+            progress = max(group.granted_at, self.actors[group.actor].progress_at, self.listening_since)
             late = progress < now - self.settings.group_timeout
             lost = group.granted_at < now - self.heartbeat_timeout and self.timed_out(group.actor)
             if (late or lost) and not self.complete(number):

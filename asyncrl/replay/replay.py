@@ -6,6 +6,7 @@ before its receipts, and a file that a resume gives up is deleted before its num
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
@@ -157,7 +158,8 @@ class Replay:
     def exhausted_reason(self) -> str:
         """Reason why no further group will ever be ready; empty while there is hope."""
         limiter = self.state.limiter
-        actors = limiter.actors_heard
+        heard = [name for name, actor in limiter.actors.items() if actor.heard_at > -math.inf]
+        actors = [limiter.actors[name] for name in heard if not limiter.timed_out(name)]
         if actors and all(actor.refused >= REFUSED_GROUPS for actor in actors):
             return (
                 f"Nothing that the actors imagine is admitted: of each of {len(actors)} actors "

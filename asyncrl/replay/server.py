@@ -113,8 +113,8 @@ class ReplayServer:
         set_activity("serving", HANG_TIMEOUT)
         self.socket.poll(wait_ms)
         self._receive()
-        if time.monotonic() - self._served_at > LONG_PASS:
-            self.replay.state.limiter.restart_heartbeat_timers()
+        if time.monotonic() - self._served_at > LONG_PASS:  # The replay itself stalled.
+            self.replay.state.limiter.listening_since = self.replay.state.limiter.clock()
         self.replay.maintain()
         self._answer()
         self._served_at = time.monotonic()

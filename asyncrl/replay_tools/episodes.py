@@ -6,7 +6,6 @@ out, a damaged one is reported on stderr.
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,36 +22,18 @@ from asyncrl.replay.group_file import read_group, read_group_file
 from asyncrl.replay.store import PATTERN, file_name, read_meta
 
 BAR: Final = 32  # characters of the longest bar
-SHORTEST: Final = 8  # characters of a text that was cut for a narrow terminal
 NOTHING: Final = "-"  # a number that does not exist, such as the lag of an episode that was never used
 Item = TypeVar("Item")
 
 
-def table(rows: Sequence[Sequence[str]], left_out: Sequence[str] = ()) -> str:
-    """Align columns: text to the left, numbers to the right.
-
-    A terminal that is too narrow gets fewer columns, then shorter texts; a pipe gets everything.
-    """
-    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    shown = list(range(len(rows[0])))
-
-    def excess() -> int:
-        return sum(widths[i] + 2 for i in shown) - 2 - room
-
-    for title in left_out:
-        if excess() > 0:
-            shown.remove(rows[0].index(title))
-    while excess() > 0 and max(widths[i] for i in shown) > SHORTEST:
-        widest = max(shown, key=lambda i: widths[i])
-        widths[widest] = max(SHORTEST, widths[widest] - excess())
-    numeric = [all(_is_number(row[i]) for row in rows[1:]) for i in range(len(rows[0]))]
-    lines = list[str]()
-    for row in rows:
-        cells = {i: row[i] if len(row[i]) <= widths[i] else f"{row[i][: widths[i] - 1]}…" for i in shown}
-        aligned = (c.rjust(widths[i]) if numeric[i] else c.ljust(widths[i]) for i, c in cells.items())
-        lines.append("  ".join(aligned).rstrip())
-    return "\n".join(lines)
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Align columns: text to the left, numbers to the right."""
+    columns = list[list[str]]()
+    for cells in zip(*rows, strict=True):
+        width = max(map(len, cells))
+        numeric = all(_is_number(cell) for cell in cells[1:])
+        columns.append([cell.rjust(width) if numeric else cell.ljust(width) for cell in cells])
+    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
 
 
 def bar(value: float, most: float) -> str:

@@ -106,11 +106,6 @@ class Export(EpisodeSelection):
         print(f"{self.out}: {counts['taken']} episodes, {samples} samples, one per {self.rate}")
         if left_out := counts["left out"]:
             print(f"left out: {left_out} episodes, whose video was not kept. {KEEP}")
-        if lacking := counts["lacking"]:
-            print(
-                f"not in it: the further cameras and states of {lacking} episodes, which a replay has "
-                "of decisions only. --rate decision exports them"
-            )
         return 0
 
     def _samples(self, counts: Counter[str]) -> Iterator[tuple[StoredEpisode, Samples]]:
@@ -121,6 +116,4 @@ class Export(EpisodeSelection):
                 counts["left out"] += 1
                 continue
             counts["taken"] += 1
-            pairs = (row.episode.states, samples.states), (row.episode.more_frames, samples.more_images)
-            counts["lacking"] += any(stored is not None and not found.shape[1] for stored, found in pairs)
             yield row, samples

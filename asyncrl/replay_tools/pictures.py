@@ -203,7 +203,6 @@ CLOSE_FRAMES: Final = 2
 CLOSE_SCORES: Final = 0.01
 CLOSE_LOGPROBS: Final = 0.05
 """Nats; `evaluate` and `act` agree so far in bfloat16."""
-AMPLIFIED: Final = 32  # factor by which the picture shows differences
 Verdict = Literal["equal", "close", "differs"]
 
 
@@ -269,28 +268,6 @@ def comparison_table(found: Sequence[Comparison]) -> str:
         for x in found
     ]
     return table([titles, *rows])
-
-
-def comparison_sheet(found: Sequence[Comparison]) -> Image.Image:
-    """Draw the final frame of each member: stored, imagined again, and the difference."""
-    half = -(-len(found) // 2)
-    head = f"stored, imagined again, difference x {AMPLIFIED}"
-    columns = [[_tile(one) for one in some] for some in (found[:half], found[half:])]
-    return media.in_columns(columns, [head, head])
-
-
-def _tile(found: Comparison) -> Image.Image:
-    stored, again = found.episode.final_frame, found.video[-1]
-    difference = np.abs(stored.astype(np.int16) - again) * AMPLIFIED
-    frames = [stored, again, difference.clip(0, 255).astype(np.uint8)]
-    pictures = [media.enlarged(frame, TILE_WIDTH) for frame in frames]
-    lines = [
-        f"member {found.episode.member}: {_end(found.episode)}",
-        f"{found.verdict}   frames {found.frame_gap}   scores {found.score_gap:.1g}",
-    ]
-    return media.captioned(
-        media.in_row(pictures, 2), lines, edge=media.RED if found.verdict == "differs" else media.GREEN
-    )
 
 
 def _end(episode: Episode) -> str:

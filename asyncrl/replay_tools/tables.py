@@ -6,7 +6,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 
@@ -24,14 +24,6 @@ from asyncrl.replay_tools.episodes import (
     table,
 )
 
-SORTS = Literal["number", "success", "steps", "lag", "version"]
-_KEYS: dict[str, Callable[[StoredEpisode], Any]] = {
-    "number": lambda row: 0,
-    "success": lambda row: not row.episode.success,
-    "steps": lambda row: row.episode.steps,
-    "lag": lambda row: -1 if row.lag is None else row.lag,
-    "version": lambda row: row.episode.oldest_version,
-}
 _COLUMNS: dict[str, Callable[[StoredEpisode], Any]] = {
     "episode": lambda row: row.episode.episode_id[:12],
     "group": lambda row: row.number,
@@ -50,8 +42,6 @@ _COLUMNS: dict[str, Callable[[StoredEpisode], Any]] = {
 class ListEpisodes(EpisodeSelection):
     """List the stored episodes."""
 
-    sort: SORTS = "number"
-    """Order of the rows: number is that of the group; successes come first; no lag comes first."""
     limit: Annotated[int, AtLeast(0, "it counts rows.", "Use 0 for all of them.")] = 0
     """Show at most this many; 0: all."""
     json: bool = False
@@ -59,13 +49,13 @@ class ListEpisodes(EpisodeSelection):
 
     def run(self) -> int:
         """Print the table."""
-        rows = sorted(self.rows(), key=lambda row: (_KEYS[self.sort](row), row.number, row.episode.member))
+        rows = list(self.rows())
         shown = rows[: self.limit] if self.limit else rows
         if self.json:
             print(json.dumps([as_dict(row) for row in shown], indent=1))
             return 0
         lines = [[str(cell(row)) for cell in _COLUMNS.values()] for row in shown]
-        print(table([list(_COLUMNS), *lines], ("world", "member", "lag", "group")))
+        print(table([list(_COLUMNS), *lines]))
         print(f"{len(rows)} episodes" + (f", {len(shown)} shown" if len(shown) < len(rows) else ""))
         return 0
 
@@ -96,7 +86,7 @@ class Show(ReplayCommand):
         print(table([*about.items(), ("", "")]))
         decisions = [_decision(row, n) for n in range(len(row.episode.frames))]
         lines = [list(decisions[0]), *(list(one.values()) for one in decisions)]
-        print(table(lines, ("noise seed", "last action", "value", "lag")))
+        print(table(lines))
         return 0
 
 
@@ -200,20 +190,16 @@ def _as_text(found: dict[str, Any]) -> str:
         f"{found['episodes']} episodes, {found['success']:.1%} successful, {found['mean_steps']:.1f} steps "
         f"on average; {sum(found['groups'].values())} groups: {groups}"
     ]
+    topics = dict[str, list[tuple[str, str, str]]]()
     for title, key in (("success by task", "by_task"), ("success by policy version", "by_version")):
-        rows = [
+        topics[title] = [
             (name, f"{count['success']:.1%} of {count['episodes']}", bar(count["success"], 1.0))
             for name, count in found[key].items()
         ]
-        parts += _topic(title, rows)
     for title, numbers in (
         ("decisions by lag when used (updates)", found["decisions_by_lag"]),
         ("episodes by length (decisions)", found["episodes_by_decisions"]),
     ):
-        rows = [(name, str(n), bar(n, max(numbers.values()))) for name, n in numbers.items()]
-        parts += _topic(title, rows)
+        topics[title] = [(name, str(n), bar(n, max(numbers.values()))) for name, n in numbers.items()]
+    parts += [f"{title}\n{table([('', '', ''), *rows])[1:]}" for title, rows in topics.items() if rows]
     return "\n\n".join(parts)
-
-
-def _topic(title: str, rows: list[tuple[str, str, str]]) -> list[str]:
-    return [f"{title}\n{table([('', '', ''), *rows])[1:]}"] if rows else []

@@ -138,7 +138,9 @@ class VectorEnvSimulator:
         self._low, self._high = _action_bounds(env.single_action_space)
         self._idle = _idle_action(idle, self._low, self._high)
         places, width = int(env.num_envs), _state_width(space, state_key)
-        registration = _registration(env)
+        registration = env.spec
+        if registration is None and hasattr(env, "get_attr"):
+            registration = next(iter(env.get_attr("spec")), None)
         max_steps = max_steps or getattr(registration, "max_episode_steps", None) or 0
         if not max_steps:
             raise ConfigError(
@@ -291,12 +293,6 @@ def _mode_of(env: Any) -> str:
             "one of gymnasium.vector.AutoresetMode: DISABLED, NEXT_STEP, SAME_STEP."
         )
     return mode
-
-
-def _registration(env: Any) -> Any:
-    if env.spec is not None or not hasattr(env, "get_attr"):
-        return env.spec
-    return next(iter(env.get_attr("spec")), None)
 
 
 def _idle_action(

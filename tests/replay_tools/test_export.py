@@ -207,13 +207,12 @@ def test_decisions_of_a_simulator_have_all_cameras_and_states(simulated_run: Pat
             assert np.array_equal(obs["robot_state"], episode.states)
 
 
-def test_steps_of_a_simulator_say_what_they_lack(
+def test_steps_of_a_simulator_lack_further_cameras_and_states(
     simulated_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert export(simulated_run, simulated_run / "x.h5") == 0
     printed = capsys.readouterr().out
     assert "2 episodes, 25 samples, one per step" in printed
-    assert "not in it: the further cameras and states of 2 episodes" in printed
     with h5py.File(simulated_run / "x.h5") as file:
         assert set(file["data/demo_0/obs"]) == {"agentview_image"}
 
