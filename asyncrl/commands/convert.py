@@ -166,8 +166,6 @@ def report(config: ConvertConfig, done: ConversionReport, seconds: float) -> str
 
 def missing(done: ConversionReport) -> list[str]:
     """Format the files that other stacks lack in the written folder, and the remedy, as lines."""
-    if done.unpublished:
-        return [f"missing   other stacks cannot build {done.unpublished}. asyncrl opens the folder"]
     if not done.missing:
         return []
     return [

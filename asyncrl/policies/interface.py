@@ -188,7 +188,7 @@ class Policy(nn.Module):
             ...
 
         def values(self, inputs: Any) -> Tensor:
-            """Compute the critic's values ``[B, V]`` float32 as in `evaluate`; ConfigError without one."""
+            """Compute the critic's values ``[B, V]`` float32 as in `evaluate`."""
             ...
 
         def lora_layers(self, targets: str) -> list[str]:

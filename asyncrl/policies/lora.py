@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.errors import CheckpointError
 from asyncrl.policies.openvla.files import read_pt
 from asyncrl.policies.openvla.names import TensorMapping
 from asyncrl.policies.openvla.networks import stable_name
@@ -42,10 +42,6 @@ def add_lora(
 
     B is zero, so the policy acts as before. The output is scaled by ``alpha / rank``; alpha 0 = rank.
     """
-    if has_lora(policy):
-        raise ConfigError(
-            "The policy already has adapters, and a second set would train on top of them. Load it again."
-        )
     adapt(policy, set(policy.lora_layers(targets)), rank, alpha, dtype=dtype)
     for name, parameter in policy.named_parameters():
         if not is_adapter(name) and name.startswith(policy.critic_prefix):
@@ -148,8 +144,6 @@ def save_adapter(
     policy: nn.Module, folder: str | Path, *, tensors: Mapping[str, Tensor] | None = None
 ) -> None:
     """Write the adapters in peft's layout and their own dtype, without the value head."""
-    if not has_lora(policy):
-        raise CheckpointError("The policy has no adapters to write. Use save, or add_lora first.")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     chosen = adapter_tensors(policy) if tensors is None else tensors

@@ -153,11 +153,6 @@ def _not_empty(folder: Path) -> ConfigError:
 def _to_resume(config: TrainConfig) -> Path:
     folder = Path(config.run_dir).expanduser()
     if TIME in config.run_dir:
-        if TIME in str(folder.parent):
-            raise ConfigError(
-                f"--run-dir {config.run_dir} has {TIME} in the name of an upper folder, so --resume cannot "
-                "tell which run is meant. Name the run's folder with --run-dir."
-            )
         folder = newest(folder.parent)
     elif not (folder / "config.json").is_file():
         state = "is not the folder of a run: it has no config.json" if folder.is_dir() else "does not exist"
@@ -165,11 +160,9 @@ def _to_resume(config: TrainConfig) -> Path:
     if not kept(folder):
         if (owner := run_owner.owner(folder)) is not None:
             raise run_owner.in_use(folder, owner)
-        others = [path for path in sorted(folder.parent.glob("*")) if path != folder and kept(path)]
-        hint = f" {others[-1]} has one: name it with --run-dir." if others else ""
         raise ConfigError(
             f"--resume was given, but {folder} has no checkpoint yet: the run ended before its first one. "
-            f"Start again without --resume, with a smaller --checkpoint-every.{hint}"
+            f"Start again without --resume, with a smaller --checkpoint-every."
         )
     return folder
 
@@ -386,12 +379,8 @@ def git_state(checkout: Path) -> tuple[str, bool]:
             done = subprocess.run(  # noqa: S603
                 command, capture_output=True, text=True, timeout=10.0, env=environ, check=True
             )
-        except (
-            OSError,
-            subprocess.SubprocessError,
-            UnicodeError,
-        ):  # No git, or it does not trust the folder.
-            return ""
+        except (OSError, subprocess.SubprocessError, UnicodeError):
+            return ""  # No git, or it does not trust the folder.
         return done.stdout.strip()
 
     commit = git("rev-parse", "HEAD") if (checkout / ".git").exists() else ""

@@ -155,15 +155,8 @@ def _open_all(path: Path) -> Iterator[tuple[str, _Stored]]:
 
 # --- torch.save without code ---
 
-_WRAPPERS: Final = (
-    "module",
-    "model_state",
-    "model_state_dict",
-    "state_dict",
-    "",
-)  # DeepSpeed's is the first.
-_OF_NUMPY: Final = ("numpy.dtype", "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
-"""Of files before PyTorch 1.6, whose names are not listed without reading them."""
+# DeepSpeed's is the first.
+_WRAPPERS: Final = ("module", "model_state", "model_state_dict", "state_dict", "")
 _GLOBALS_LOCK: Final = threading.Lock()  # PyTorch's list of safe names is one for the process.
 
 
@@ -193,23 +186,27 @@ def _open_pth(path: Path) -> dict[str, _Stored]:
 
 
 def load_pth(path: Path) -> dict[str, Tensor]:
-    """Read the CPU tensors, mapped if possible, of a `torch.save` file and its state dict; runs no code."""
+    """Read the CPU tensors, mapped, of a `torch.save` file and its state dict; runs no code."""
     try:
-        mapped = zipfile.is_zipfile(path)  # Files of PyTorch before 1.6 cannot be mapped.
+        with zipfile.ZipFile(path) as file:
+            records = [one for one in file.infolist() if "/data/" in one.filename]
         with _GLOBALS_LOCK:
-            names = torch.serialization.get_unsafe_globals_in_checkpoint(path) if mapped else _OF_NUMPY
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
             stand_ins: list[Any] = [
                 (_NumpyPassedOver if name.startswith("numpy.") else _PassedOver, name) for name in names
             ]
             with torch.serialization.safe_globals(stand_ins):
-                content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-        if mapped:  # Else PyTorch would map the bytes that follow in the file.
-            with zipfile.ZipFile(path) as file:
-                records = [one for one in file.infolist() if "/data/" in one.filename]
-            leaves = [leaf.untyped_storage() for leaf in tree_leaves(content) if isinstance(leaf, Tensor)]
-            plain = Counter(one.file_size for one in records if one.compress_type == zipfile.ZIP_STORED)
-            if Counter({leaf.data_ptr(): leaf.nbytes() for leaf in leaves}.values()) - plain:
-                raise ValueError("a record is compressed or shorter than its tensor")
+                content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        leaves = [leaf.untyped_storage() for leaf in tree_leaves(content) if isinstance(leaf, Tensor)]
+        plain = Counter(one.file_size for one in records if one.compress_type == zipfile.ZIP_STORED)
+        # PyTorch would map the bytes that follow in the file.
+        if Counter({leaf.data_ptr(): leaf.nbytes() for leaf in leaves}.values()) - plain:
+            raise ValueError("a record is compressed or shorter than its tensor")
+    except zipfile.BadZipFile as error:
+        raise CheckpointError(
+            f"{path} was not read: it was cut short, or saved by PyTorch before 1.6. Copy or download it "
+            "again, or save it with a newer PyTorch."
+        ) from error
     except Exception as error:  # The unpickler raises anything on damaged files.
         refused = re.search(r"GLOBAL (\S+)", str(error))
         inner = first_line(str(error).rpartition("WeightsUnpickler error: ")[2])

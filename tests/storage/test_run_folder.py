@@ -97,20 +97,17 @@ def test_resume_needs_a_run(tmp_path):
         ),
         (tmp_path / "empty", f"--run-dir {tmp_path}/empty is not the folder of a run: it has no config.json"),
         (tmp_path / "no", f"--run-dir {tmp_path}/no does not exist"),
-        (tmp_path / "{time}" / "a", "--resume cannot tell which run is meant"),
+        (tmp_path / "{time}" / "a", f"there is no run to resume in {tmp_path}/{{time}}."),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             run_folder.claim(TrainConfig(run_dir=str(run_dir), resume=True))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty"]
 
 
-def test_resume_needs_a_whole_checkpoint_and_names_a_run_that_has_one(tmp_path):
-    make_run(tmp_path / "a", 1000, "update_000010")
+def test_resume_needs_a_whole_checkpoint(tmp_path):
     make_run(tmp_path / "b", 2000, "update_000010.tmp")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=f"{tmp_path}/b has no checkpoint yet"):
         run_folder.claim(TrainConfig(run_dir=str(tmp_path / "{time}"), resume=True))
-    assert f"{tmp_path}/b has no checkpoint yet" in str(caught.value)
-    assert f"{tmp_path}/a has one: name it with --run-dir." in str(caught.value)
 
 
 def test_a_run_that_is_alive_before_its_first_checkpoint_is_in_use(tmp_path: Path) -> None:

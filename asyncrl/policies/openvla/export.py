@@ -60,7 +60,6 @@ class ConversionReport:
     merged: int  # Layers with an adapter merged.
     carried: tuple[str, ...]  # Files copied that only other stacks read.
     missing: list[str]  # Files that other stacks lack.
-    unpublished: str  # Reason why no code of other stacks builds a policy of this size; empty: it may.
     nbytes: int  # Size of the weights written.
 
 
@@ -113,7 +112,6 @@ def convert(
         merged=merged,
         carried=tuple(carried),
         missing=missing_files(folder),
-        unpublished="" if whole.fields.get("auto_map") else unpublished_size(config),
         nbytes=nbytes,
     )
 
@@ -200,18 +198,6 @@ def _write_tokenizer_config(folder: Path, tokenizer: PromptTokenizer) -> None:
     write_json(folder / TOKENIZER_CONFIG, fields)
 
 
-def unpublished_size(config: OpenVLAOFTConfig) -> str:
-    """Return the reason why no other stack builds a policy of this size; empty for the published 7B size."""
-    full = OpenVLAOFTConfig.full()
-    if all(getattr(config, n) == getattr(full, n) for n in ("dino", "siglip", "patch_size", "image_size")):
-        return ""
-    return (
-        f"vision towers of {config.dino.width} and {config.siglip.width} channels at {config.image_size} "
-        "pixels: OpenVLA's code builds its towers by the names of timm's models, and timm has none of this "
-        "size"
-    )
-
-
 def missing_files(folder: Path) -> list[str]:
     """List the files that `from_pretrained` of other stacks needs and a policy folder lacks."""
     processors = ("preprocessor_config.json", "processor_config.json")
@@ -252,13 +238,11 @@ model = PeftModel.from_pretrained(model, "FOLDER")
 def loading(folder: Path, report: ConversionReport) -> str:
     """Describe how asyncrl and other stacks load an export."""
     own = "```bash\nasyncrl evaluate FOLDER\nasyncrl train --policy FOLDER\n```\n\n"
-    if report.unpublished:
-        return f"{own}Other stacks cannot build {report.unpublished}."
     if report.missing:
         return (
             f"{own}Other stacks do not open this folder, because it lacks {', '.join(report.missing)}. They "
             "are in the published folder that training began with: copy them, or convert again with "
-            "`--original FOLDER`."
+            "`--original FOLDER`. OpenVLA's code builds the published 7B size only."
         )
     name = model_class(folder)
     return (
@@ -270,13 +254,6 @@ def loading(folder: Path, report: ConversionReport) -> str:
 
 # --- model card ---
 
-# Settings of the run in the card; of a path only the last part is shown.
-_SETTINGS: Final = (
-    *("policy", "world", "reward", "start_states", "algorithm.kind", "algorithm.objective"),
-    *("algorithm.groups_per_update", "algorithm.group_size", "algorithm.temperature", "algorithm.top_k"),
-    *("correction.kind", "replay.max_lag", "updates", "optimizer.learning_rate", "optimizer.schedule"),
-    *("lora.rank", "learner.precision", "actor.success_threshold", "seed"),
-)
 _TEMPLATE: Final = """\
 ---
 {header}
@@ -354,20 +331,12 @@ def _about_run(checkpoint: Path) -> Iterator[str]:
     version = progress.get("version") if isinstance(progress, dict) else None
     if type(version) is not int:
         raise CheckpointError(f"{checkpoint / 'state.json'} does not say which version it is. Copy it again.")
-    settings = read_json(run_dir / "config.json")
     yield f"## Training\n\nVersion {version}: the policy after {version} updates.\n"
-    yield "| setting | |\n|---|---|"
-    for key in _SETTINGS:
-        section, _, name = key.rpartition(".")
-        value = (settings.get(section) or {} if section else settings).get(name, "")
-        if value != "":
-            text = Path(value).name.replace("|", "\\|") if isinstance(value, str) else f"{value:g}"
-            yield f"| `--{key.replace('_', '-')}` | {text} |"
     if (run_dir / "provenance.json").exists():
         start = (read_json(run_dir / "provenance.json").get("starts") or [{}])[-1]
         versions = ", ".join(f"{name} {v}" for name, v in start.get("versions", {}).items())
         commit = str(start.get("commit", ""))[:12] + " with changes" * bool(start.get("dirty"))
-        yield f"\nRun with {versions}; commit {commit}."
+        yield f"Run with {versions}; commit {commit}."
     yield "\n## True success, in a simulator\n"
     yield from _measured(
         version, {row["version"]: row for row in read_json_lines(run_dir / "evaluations.jsonl")}
