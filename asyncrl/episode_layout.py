@@ -110,18 +110,14 @@ def sample_specs(found: Iterable[tuple[Any, Any, Any]]) -> dict[str, ArraySpec]:
     """Check a sample's arrays (name, dtype, shape); name -> spec, first ``N``, or raise ValueError."""
     specs: dict[str, ArraySpec] = {}
     for name, dtype, shape in found:
-        if not isinstance(name, str) or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]{0,63}", name):
-            raise ValueError(
-                f"{name!r:.80} is no name of a sample's array: an identifier, at most 64 letters"
-            )
-        if name in RESERVED or name in specs:
-            raise ValueError(f"{name} cannot be the name of a sample's array: it is taken")
-        if dtype not in SAMPLE_DTYPES:
-            raise ValueError(
-                f"{name} is {dtype!r:.80}, a sample's array is one of {', '.join(SAMPLE_DTYPES)}"
-            )
-        if not isinstance(shape, (tuple, list)) or not 1 <= len(shape) <= MAX_SAMPLE_DIMENSIONS:
-            raise ValueError(f"{name} does not have 1 to {MAX_SAMPLE_DIMENSIONS} dimensions")
+        identifier = isinstance(name, str) and re.fullmatch("[A-Za-z_][A-Za-z0-9_]{0,63}", name)
+        if not identifier or name in RESERVED or name in specs:
+            why = "it is taken" if identifier else "it is no identifier of at most 64 letters"
+            raise ValueError(f"{name!r:.80} cannot be the name of a sample's array: {why}")
+        sized = isinstance(shape, (tuple, list)) and 1 <= len(shape) <= MAX_SAMPLE_DIMENSIONS
+        if dtype not in SAMPLE_DTYPES or not sized:
+            kinds = f"one of {', '.join(SAMPLE_DTYPES)}, of 1 to {MAX_SAMPLE_DIMENSIONS} dimensions"
+            raise ValueError(f"{name} is {dtype!r:.80}, a sample's array is {kinds}")
         specs[name] = TOKENS.get(name) or ArraySpec(dtype=dtype, shape=("N", *shape[1:]))
     if len(specs) > MAX_SAMPLE_ARRAYS:
         raise ValueError(f"a sample of {len(specs)} arrays, at most {MAX_SAMPLE_ARRAYS} are allowed")

@@ -165,20 +165,11 @@ def _load(kind: str, name: str, where: str) -> Any:
     module, _, attribute = where.partition(":")
     try:
         found = getattr(import_module(module), attribute)
-    except ModuleNotFoundError as error:
-        remedy = f"{module} imports it: install it."
-        if error.name and (module + ".").startswith(error.name + "."):
-            remedy = "Put its folder on PYTHONPATH, or install the package."
+    except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"{FLAGS[kind]} is {name}, but there is no module {error.name!r} here. {remedy}"
+            f"{FLAGS[kind]} is {name}, but importing it fails: {error}. Write package.module:Class, put its "
+            "folder on PYTHONPATH or install the package, and install what it imports."
         ) from error
-    except AttributeError as error:
-        raise ConfigError(
-            f"{FLAGS[kind]} is {name}, but the module {module} has no {attribute!r} ({error}). "
-            "Write package.module:Class."
-        ) from error
-    except ImportError as error:
-        raise ConfigError(f"{FLAGS[kind]} is {name}, but {module} cannot be imported: {error}.") from error
     if kind == "simulator" and callable(found) and not isinstance(found, type):
         return found  # A factory: the simulator itself is checked.
     if not isinstance(found, type):

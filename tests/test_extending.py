@@ -190,10 +190,10 @@ MODELS = {"policy": TOKENS, "world": WORLD, "reward": REWARD}
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--policy", "wrong:Absent@models/tokens"], "the module wrong has no 'Absent'"),
+        (["--policy", "wrong:Absent@models/tokens"], "module 'wrong' has no attribute 'Absent'"),
         (
             ["--policy", "nowhere.at_all:Policy@models/tokens"],
-            "there is no module 'nowhere' here. Put its folder",
+            "No module named 'nowhere'. Write package.module:Class, put its folder on PYTHONPATH",
         ),
         (["--policy", "wrong:Blind@models/tokens"], "wrong:Blind, which lacks load, save, saved_tensors"),
         (

@@ -86,9 +86,9 @@ def test_a_name_of_two_packages_is_not_guessed(install: Install) -> None:
 
 def test_an_entry_point_without_a_class_or_module_is_said(install: Install) -> None:
     install("pouring-lab", "whole = pouring_lab\ngone = gone_lab:Pouring\nless = pouring_lab:Cooking")
-    with pytest.raises(ConfigError, match=r"module pouring_lab has no ''.*package\.module:Class"):
+    with pytest.raises(ConfigError, match=r"'pouring_lab' has no attribute ''.*package\.module:Class"):
         registry.resolve("simulator", "whole")
-    with pytest.raises(ConfigError, match="no module 'gone_lab'"):
+    with pytest.raises(ConfigError, match="No module named 'gone_lab'"):
         registry.resolve("simulator", "gone")
-    with pytest.raises(ConfigError, match="has no 'Cooking'"):
+    with pytest.raises(ConfigError, match="has no attribute 'Cooking'"):
         registry.resolve("simulator", "less")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import OptimizerSettings, ReplaySettings
 from asyncrl.storage import run_owner
 from asyncrl.storage.checkpoint import keep_copy
+from asyncrl.storage.run_folder import State
 from support.run_folders import contents, kill_owner, write_run
 
 
@@ -99,8 +101,6 @@ def test_compare_shows_what_differs(folder: Path, capsys: pytest.CaptureFixture[
         ["env/success_once", "0.4", "0.2"],
         ["eval/success_once", "0.5", "-"],
     ]
-    found = json.loads(said(["compare", "runs/first", "runs/other", "--json"], capsys))
-    assert found["settings"] == {"optimizer.learning_rate": [1e-4, 3e-5], "replay.max_lag": [2, 5]}
     assert "The settings are the same." in said(["compare", "runs/first", "runs/second"], capsys)
 
 
@@ -132,15 +132,12 @@ def test_gc_lists_first_and_deletes_when_told(folder: Path, capsys: pytest.Captu
         ["third", "dead", "older", "checkpoints", "2"],
     ]
     assert "--yes does it" in listed
-    paths = {row["path"] for row in json.loads(said(["gc", "--json"], capsys))}
-    assert contents(folder) == before
-
     said(["gc", "--yes"], capsys)
     assert kept(folder / "first") == ["update_000004"]
     assert kept(folder / "second") == ["update_000002"]
     assert kept(folder / "third") == ["update_000003"]
     gone = set(before) - set(contents(folder))
-    assert all(any(f"runs/{name}".startswith(path) for path in paths) for name in gone)
+    assert all(re.match(r"(first|second|third)/checkpoints/update_00000[123]", name) for name in gone)
     assert "dead" in said(["list", "runs/third"], capsys), "what became of a run is still known"
     assert "would free 0.0 MB" in said(["gc"], capsys)
 
@@ -150,8 +147,8 @@ def test_gc_keeps_what_is_asked_for_what_is_best_and_what_it_does_not_know(
 ) -> None:
     checkpoints = folder / "first" / "checkpoints"
     keep_copy(checkpoints / "update_000002", checkpoints / "best")
-    listed = json.loads(said(["gc", "runs/first", "--json"], capsys))
-    sizes = {Path(row["path"]).name: row["bytes"] for row in listed}
+    listed = runs_command.leftovers_of(folder / "first", State.FINISHED, keep=1)
+    sizes = {one.path.name: one.nbytes for one in listed}
     shared = {"update_000001": 1026, "update_000002": 0, "update_000003": 1026}
     assert sizes == shared, "files that the best checkpoint shares free nothing"
     (checkpoints / "link").symlink_to("update_000001")

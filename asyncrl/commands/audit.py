@@ -44,8 +44,6 @@ class AuditConfig(HeldOutConfig):
     own: package.module:Class@FOLDER."""
     every_checkpoint: bool = False
     """All that the run kept, a row each."""
-    versions: tuple[int, ...] = ()
-    """Only the checkpoints of these versions, as in --versions 12 24."""
     world: str = "tabletop"
     """World model that imagines; see `asyncrl train --world`."""
     world_settings: tuple[str, ...] = ()
@@ -182,17 +180,14 @@ def _policies(config: AuditConfig) -> dict[str, str]:
     from asyncrl.launch.named_models import run_of
     from asyncrl.storage import checkpoint
 
-    if not (config.every_checkpoint or config.versions):
+    if not config.every_checkpoint:
         return {config.checkpoint: config.checkpoint}
     folder = run_of(config.checkpoint)
     if folder is None:
         raise ConfigError(f"--every-checkpoint needs a run's folder, and {config.checkpoint} is none.")
-    kept = checkpoint.kept(folder)
-    chosen = sorted(set(config.versions or kept))
-    if not chosen or not kept.keys() >= set(chosen):
-        asked = f"--versions names {list(config.versions)}" if chosen else "--every-checkpoint needs one"
-        raise ConfigError(f"{asked}, but {folder} kept the checkpoints {list(kept)}. Name some of those.")
-    return {f"update {version}": str(kept[version]) for version in chosen}
+    if kept := checkpoint.kept(folder):
+        return {f"update {version}": str(kept[version]) for version in sorted(kept)}
+    raise ConfigError(f"--every-checkpoint needs a checkpoint, but {folder} has none yet.")
 
 
 def _audit_all(

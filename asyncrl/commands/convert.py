@@ -161,16 +161,9 @@ def report(config: ConvertConfig, done: ConversionReport, seconds: float) -> str
         f"actions   scaled with the statistics {policy.norm_key or 'none: they stay in [-1, 1]'}",
         f"wrote     {config.out}: {done.nbytes / GB:.2f} GB in {seconds:.0f} s",
     ]
-    return "\n".join([*lines, *missing(done)])
-
-
-def missing(done: ConversionReport) -> list[str]:
-    """Format the files that other stacks lack in the written folder, and the remedy, as lines."""
-    if not done.missing:
-        return []
-    return [
-        f"missing   {', '.join(done.missing)}",
-        "          without them these of other stacks do not open the folder (from_pretrained with "
-        "trust_remote_code=True). The published folder that training began with has them: --original FOLDER "
-        "carries them over, or copy them (of config.json its auto_map)",
-    ]
+    if done.missing:
+        lines.append(
+            f"missing   {', '.join(done.missing)}: other stacks do not open the folder without. --original "
+            "FOLDER carries them over from the published folder that training began with"
+        )
+    return "\n".join(lines)

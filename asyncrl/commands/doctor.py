@@ -64,8 +64,6 @@ class SimulatorConfig(Bounded):
     """Episodes that the process plays at once."""
     image_size: Annotated[int, AtLeast(0, "it counts pixels.", "Use 0.", highest=PIXELS)] = 0
     """Side of the pictures; 0: the simulator's own."""
-    horizon: Annotated[int, AtLeast(0, "it counts steps.", "Use 0.", highest=1_000_000)] = 0
-    """Steps until an episode is given up; 0: the simulator's own."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print the findings as a JSON list."""
 
@@ -113,7 +111,7 @@ def _check_simulator(config: SimulatorConfig) -> int:
 
     registry.check_name("simulator", config.simulator)
     registry.keywords("--simulator-settings", config.simulator_settings)
-    sizes = {name: getattr(config, name) for name in ("places", "image_size", "horizon")}
+    sizes = {"places": config.places, "image_size": config.image_size}
     source = SimulatorSource(name=config.simulator, settings=config.simulator_settings, **sizes)
     works = f"It can be played in: asyncrl evaluate CHECKPOINT --simulator {source.name}"
     return report(examine_simulator(source), config.json, works, f"{source.name} cannot be played in")

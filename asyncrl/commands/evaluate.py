@@ -139,12 +139,7 @@ def main(arguments: list[str]) -> int:
             "same episodes would count again. Use --repeats 1."
         )
     if run is not None:
-        top_k = f", top-k {config.top_k}" if config.top_k else ""
-        horizon = f", horizon {config.horizon}" if config.horizon else ""
-        own = run.config.algorithm.temperature
-        changed = "" if config.temperature == own else f" (the run's: {own:g})"
-        about = f"temperature {config.temperature:g}{changed}{top_k}{horizon}"
-        print(f"simulator {config.simulator}, {about}")
+        print(f"simulator {config.simulator}, temperature {config.temperature:g}, top-k {config.top_k}")
     _evaluate(config, run)
     return 0
 

@@ -138,18 +138,13 @@ class ExportTrajectories(Bounded):
     """Recording folder."""
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Folder to write; must not hold any trajectories yet."""
-    keyframes: bool = True
-    """Whether key frames are written too."""
 
     def run(self) -> int:
         """Export, and say how many."""
         from asyncrl.fitting.sources import load_recordings
         from asyncrl.fitting.starts import write_trajectories
 
-        if self.out.exists() and not self.out.is_dir():
-            raise ConfigError(f"OUT {self.out} is a file, where a folder is expected. Choose another name.")
-        recordings = load_recordings([self.data])
-        starts, keyframes = write_trajectories(recordings, self.out, with_keyframes=self.keyframes)
+        starts, keyframes = write_trajectories(load_recordings([self.data]), self.out)
         print(f"{starts} starts and {keyframes} key frames in {self.out}")
         return 0
 

@@ -38,8 +38,6 @@ _PART: Final = ".tmp"
 class _Look(Bounded):
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[FOLDER]")] = Path("runs")
     """Folder of runs, or one run."""
-    json: bool = False
-    """Print JSON: a list with more digits, sizes in bytes."""
 
     def runs(self) -> list[Path]:
         return run_folder.runs_in(self.folder.expanduser())
@@ -71,16 +69,9 @@ class Gc(_Look):
         """List, and with --yes delete; 1 when something could not be deleted."""
         states = {run: summarise(run).state for run in self.runs()}
         found = {run: self._leftovers(run, state) for run, state in states.items()}
-        listed = [(run, one) for run, leftovers in found.items() for one in leftovers]
-        if self.json:
-            rows = [
-                {"run": str(run), "path": str(one.path), "kind": one.kind, "bytes": one.nbytes}
-                for run, one in listed
-            ]
-            print(json.dumps(rows, indent=2), flush=True)
-        else:
-            self._print(states, found)
-        left = [one.path for _, one in listed if one.path.exists()] if self.yes else []
+        self._print(states, found)
+        listed = [one.path for leftovers in found.values() for one in leftovers]
+        left = [path for path in listed if path.exists()] if self.yes else []
         for path in left:
             warn(f"{path} could not be deleted. Delete it as its owner.")
         return int(bool(left))
@@ -175,6 +166,9 @@ LONG_AGO: Final = 300 * 86_400
 class List(_Look):
     """List the runs of a folder: when each began, what became of it, how far it is, success, disk."""
 
+    json: bool = False
+    """Print JSON: a list with more digits, sizes in bytes."""
+
     def run(self) -> int:
         """Print a row per run, the one started last at the end."""
         runs = [summarise(path) for path in self.runs()]
@@ -208,8 +202,6 @@ class Compare(Bounded):
     """Folders of two runs or more."""
     all: bool = False
     """All metrics, not only those that are looked at first."""
-    json: bool = False
-    """Print JSON: settings and metrics, each with a value per run."""
 
     def run(self) -> int:
         """Print a table of settings and one of metrics."""
@@ -228,9 +220,6 @@ class Compare(Bounded):
         shown = dict.fromkeys(["step", *(metric.name for metric in COMPARED), *(metrics if self.all else ())])
         metrics = {name: metrics[name] for name in shown if name in metrics}
         names = [str(path) for path in runs]
-        if self.json:
-            print(json.dumps({"runs": names, "settings": settings, "metrics": metrics}, indent=2))
-            return 0
         if len({path.name for path in runs}) == len(runs):
             names = [path.name for path in runs]
         for title, values, nothing in (

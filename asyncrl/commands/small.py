@@ -22,7 +22,7 @@ import tyro
 
 from asyncrl import registry
 from asyncrl.commands import COMMANDS
-from asyncrl.config.bounds import AtLeast, Bounded
+from asyncrl.config.bounds import Bounded
 from asyncrl.config.help import subcommands
 from asyncrl.errors import AsyncRLError, ConfigError, first_line
 from asyncrl.launch import join
@@ -35,8 +35,8 @@ class KeysConfig:
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder for the keys, for example ~/.asyncrl/keys; made private (mode 0700)."""
-    clients: tuple[str, ...] = ("1",)
-    """One number N: the learner and actor-0 to actor-(N-1), one actor per rank. Or names: learner actor-0."""
+    clients: tuple[str, ...] = ("learner", "actor-0")
+    """Names of the processes: learner, and an actor-N for each rank N that imagines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,10 +90,6 @@ class LightScenes(Bounded):
 
     suite: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SUITE")]
     """libero_spatial, libero_object, libero_goal, libero_10 or libero_90."""
-    faces: Annotated[int, AtLeast(50, "a shape needs faces.", "Use 3600.", highest=1_000_000)] = 3600
-    """Faces that a shape keeps at most; one of loose parts keeps three times as many."""
-    texture: Annotated[int, AtLeast(16, "a texture needs pixels.", "Use 512.", highest=16_384)] = 512
-    """Pixels that a texture's longer side keeps at most."""
 
     def run(self) -> int:
         """Make them and print the numbers of faces."""
@@ -102,9 +98,7 @@ class LightScenes(Bounded):
 
         if self.suite not in SUITES:
             raise ConfigError(f"there are no light scenes of {self.suite!r}. There are: {', '.join(SUITES)}.")
-        report = make_light(
-            self.suite, faces=self.faces, texture=self.texture, say=lambda text: print(text, file=sys.stderr)
-        )
+        report = make_light(self.suite, say=lambda text: print(text, file=sys.stderr))
         print(
             f"{report.folder}: {report.shapes} shapes of {report.faces_before} faces now have "
             f"{report.faces_after}, {report.textures} textures are smaller"
@@ -140,9 +134,9 @@ def keys(arguments: list[str]) -> int:
     from asyncrl.messaging.keys import ALLOWED, create_keys
 
     config = tyro.cli(KeysConfig, args=arguments, prog="asyncrl keys")
-    folder, names = config.folder.expanduser(), _clients(config.clients)
-    written = create_keys(folder, names)
-    kept = len(names) + 1 - len(written)
+    folder = config.folder.expanduser()
+    written = create_keys(folder, config.clients)
+    kept = len({*config.clients}) + 1 - len(written)
     print(f"{folder}: {len(written)} key pairs made, {kept} were there and stay as they are")
     for path in written:
         print(f"  {path.name}")
@@ -155,17 +149,6 @@ def keys(arguments: list[str]) -> int:
         f"Use them: asyncrl train --replay.listen tcp://ADDRESS:PORT --replay.keys {folder}"
     )
     return 0
-
-
-def _clients(clients: tuple[str, ...]) -> list[str]:
-    if len(clients) == 1 and clients[0].isdecimal():
-        count = int(clients[0][:6])
-        if not 1 <= count <= 1024:
-            raise ConfigError(f"--clients is {clients[0]}, but it counts actors. Use 1 to 1024, or names.")
-        return ["learner", *(f"actor-{number}" for number in range(count))]
-    if not clients:
-        raise ConfigError("--clients is empty, so nobody would be admitted. Give a number, or names.")
-    return list(dict.fromkeys(clients))
 
 
 def metrics(arguments: list[str]) -> int:

@@ -190,9 +190,7 @@ def _pairs(path: Path, files: Mapping[str, Path]) -> list[tuple[str, str]]:
     return sorted(pairs, key=lambda pair: pair[0])
 
 
-def write_trajectories(
-    recordings: Recordings, folder: Path, *, with_keyframes: bool = True
-) -> tuple[int, int]:
+def write_trajectories(recordings: Recordings, folder: Path) -> tuple[int, int]:
     """Write starts and key frames as RLinf's world-model environments read them; return how many of each.
 
     traj00003.npy                 the first frame of episode 3
@@ -210,8 +208,7 @@ def write_trajectories(
     for episode in tqdm(range(len(recordings)), desc="export", unit="episode", mininterval=2.0):
         span = recordings.span(episode)
         _write(folder / f"traj{episode:05d}.npy", recordings, episode, [0])
-        steps_of = keyframes(recordings.actions[span], recordings.success[span])
-        for step in steps_of if with_keyframes else ():
+        for step in keyframes(recordings.actions[span], recordings.success[span]):
             steps = [0, *range(step - CONTEXT + 1, step + 1)]
             name = f"traj{episode:05d}_step{step:04d}{KEYFRAME_MARK}.npy"
             _write(folder / name, recordings, episode, steps)

@@ -35,7 +35,6 @@ ROWS_LIMIT: Final = 64 << 20
 """Bytes of rows that wait in memory while the disk takes none: about 10,000 updates."""
 CURVES_LIMIT: Final = 16 << 20
 LONGEST_COMMAND: Final = 4000  # characters of a start command that are kept
-_BOLD, _RED, _END = "\033[1m", "\033[31m", "\033[0m"
 VIDEOS: Final = "videos"
 SHEET: Final = ".png"
 
@@ -210,7 +209,6 @@ class MetricsLogger(contextlib.AbstractContextManager["MetricsLogger"]):
     ) -> None:
         self._updates = updates
         self._stream = sys.stdout if stream is None else stream
-        self._colour = self._stream.isatty() and not os.environ.get("NO_COLOR")
         self._clock = clock
         self._pace: deque[tuple[int, float]] = deque([(resume_step, clock())], maxlen=_WINDOW + 1)
         self._rows_shown = 0
@@ -258,8 +256,9 @@ class MetricsLogger(contextlib.AbstractContextManager["MetricsLogger"]):
             self._evaluated = {**values, m.EVAL_VERSION: float(step)}
 
     def banner(self, text: str) -> None:
-        """Print a line that is not a row, such as the parts of the run or the return of an actor."""
-        self._print(text, _BOLD)
+        """Print a line, such as the parts of the run or the return of an actor; the log has it too."""
+        _console.info(text)
+        print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
         """Finish the files, as far as the disk allows it in CLOSE_SECONDS. Safe to call twice."""
@@ -281,17 +280,12 @@ class MetricsLogger(contextlib.AbstractContextManager["MetricsLogger"]):
         if self._stream.isatty():
             columns = columns_in(shutil.get_terminal_size().columns, columns)
         if self._rows_shown % HEADER_EVERY == 0 or columns != self._columns:
-            self._print(header(columns), _BOLD)
+            self.banner(header(columns))
             self._columns = columns
         self._rows_shown += 1
         (first, began), (last, now) = self._pace[0], self._pace[-1]
         eta = (self._updates - last) * (now - began) / (last - first) if last > first else math.nan
-        sound = math.isfinite(values.get(m.GRAD_NORM, 0.0))
-        self._print(render(step, {**values, **self._evaluated}, eta, columns), "" if sound else _RED)
-
-    def _print(self, text: str, colour: str) -> None:
-        _console.info(text)
-        print(f"{colour}{text}{_END}" if self._colour and colour else text, file=self._stream, flush=True)
+        self.banner(render(step, {**values, **self._evaluated}, eta, columns))
 
 
 def cut_rows_after(path: Path, step: int) -> int:

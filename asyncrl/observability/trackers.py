@@ -50,8 +50,6 @@ def check_names(names: Sequence[str]) -> None:
                 f"--log-with names {name!r}, which is no tracker that accelerate knows. Choose of: "
                 f"{', '.join(known)}."
             )
-    if len(set(names)) < len(names):
-        raise ConfigError(f"--log-with is {' '.join(names)}, with a name twice. Name each tracker once.")
 
 
 def check_installed(names: Sequence[str]) -> None:
@@ -85,7 +83,7 @@ class Trackers(contextlib.AbstractContextManager["Trackers"]):
         """Start a process for each tracker but `ALWAYS`; it gets the rows after those in metrics.jsonl."""
         self._seconds, self._all, rows = close_seconds, list[_Tracker](), run_dir / "metrics.jsonl"
         sent = rows.stat().st_size if rows.exists() else 0  # By earlier starts of the run.
-        for name in [name for name in names if name != ALWAYS]:
+        for name in dict.fromkeys(name for name in names if name != ALWAYS):
             try:
                 self._all.append(_Tracker(name, run_dir, tell, [str(sent), command]))
             except OSError as error:

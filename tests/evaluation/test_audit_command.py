@@ -94,10 +94,9 @@ def files(run: Path) -> set[Path]:
 def test_one_version_can_be_named_and_a_policy_of_no_run_has_no_curves(run: Path, capsys) -> None:
     folder = run / "tensorboard" / "audit"
     shutil.rmtree(folder, ignore_errors=True)
-    assert cli.run("audit", [str(run), *SHORT, "--versions", "2"]) == 0
+    assert cli.run("audit", [str(run / "checkpoints" / "update_000002"), *SHORT]) == 0
     assert {step for points in curves_in(folder).values() for step, _ in points} == {2}
-    assert cli.run("audit", [str(run), *SHORT, "--versions", "2", "7"]) == 2
-    assert "--versions names [2, 7], but" in capsys.readouterr().err
+    capsys.readouterr()
     assert cli.run("audit", ["tabletop", "--episodes", "1", "--rows", "1", "--workers", "1"]) == 0
     assert "tensorboard" not in capsys.readouterr().err
 

@@ -207,7 +207,7 @@ def test_trajectories_of_recordings_without_poses_say_none(tmp_path: Path) -> No
 def test_trajectories_are_never_overwritten(tmp_path: Path) -> None:
     write_recorded(tmp_path / "data", recorded_spec(32), (9,))
     read = load_recordings([tmp_path / "data"])
-    write_trajectories(read, tmp_path / "out", with_keyframes=False)
+    write_trajectories(read, tmp_path / "out")
     with pytest.raises(ConfigError, match="already holds trajectories"):
         write_trajectories(read, tmp_path / "out")
 
@@ -218,14 +218,14 @@ def test_the_command_imports_shows_and_exports(tmp_path: Path, capsys: pytest.Ca
     assert recordings_command(["import", str(tmp_path / "published"), "--out", data]) == 0
     assert recordings_command(["list", data]) == 0
     assert recordings_command(["stats", data]) == 0
-    assert recordings_command(["export", data, out, "--no-keyframes"]) == 0
+    assert recordings_command(["export", data, out]) == 0
     shown = capsys.readouterr().out
     assert "2 episodes in" in shown
     assert "libero_goal" in shown
     assert "agentview,wrist" in shown
     assert TASK in shown
     assert "100%" in shown
-    assert "2 starts and 0 key frames" in shown
+    assert "2 starts and 1 key frames" in shown
     with pytest.raises(ConfigError, match="already holds recordings"):
         recordings_command(["import", str(tmp_path / "published"), "--out", data])
     with pytest.raises(ConfigError, match="no file, nor a folder"):

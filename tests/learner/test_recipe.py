@@ -190,7 +190,7 @@ def test_an_advantage_and_an_objective_of_the_users_train_as_by_hand() -> None:
             },
             r"Centred, which has no targets for a critic.*Use --algorithm.kind grpo",
         ),
-        ({"correction__kind": "Absent"}, r"test_recipe has no 'Absent'"),
+        ({"correction__kind": "Absent"}, r"test_recipe' has no attribute 'Absent'"),
     ],
 )
 def test_a_class_that_cannot_be_used_is_refused_before_anything_starts(

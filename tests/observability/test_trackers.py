@@ -17,7 +17,7 @@ from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import process_status, waits
 from asyncrl.observability.logger import MetricsLogger, WithoutZeros
-from asyncrl.observability.trackers import Trackers, check_installed, check_names, numbers_of, rows_of
+from asyncrl.observability.trackers import Trackers, check_installed, numbers_of, rows_of
 
 TRACKIO = '''
 """Stands in for trackio: writes what it is told to a file, and does what WRONG says."""
@@ -217,8 +217,6 @@ def test_a_folder_of_its_name_is_no_tracker(tmp_path, monkeypatch):
 def test_an_unknown_tracker_is_refused_where_it_is_set():
     with pytest.raises(ConfigError, match="--log-with names 'wandbb', which is no tracker"):
         TrainConfig(log_with=("wandbb",))
-    with pytest.raises(ConfigError, match="with a name twice"):
-        check_names(["wandb", "wandb"])
     assert TrainConfig(log_with=("tensorboard", "wandb")).log_with == ("tensorboard", "wandb")
 
 

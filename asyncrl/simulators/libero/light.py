@@ -117,6 +117,8 @@ def point_normals(points: NDArray[np.float64], faces: NDArray[np.int32]) -> NDAr
     return np.where(length > 0, total / np.maximum(length, 1e-30), [0.0, 0.0, 1.0])
 
 
+FACES: Final = 3600  # Most faces of a shape.
+TEXTURE: Final = 512  # Most pixels of a texture's longer side.
 _FORMAT: Final = 1
 _OPEN: Final = 0.1
 _MORE: Final = 3  # Times more faces for a shape of loose parts, which would fall apart.
@@ -150,15 +152,8 @@ def light_files(suite: str) -> dict[str, str]:
     return files
 
 
-def make_light(
-    suite: str, *, faces: int = 3600, texture: int = 512, say: Callable[[str], None] = print
-) -> LightReport:
-    """Make the light files of all scenes of a suite, and replace earlier ones.
-
-    Args:
-        faces: Most faces of a shape.
-        texture: Most pixels of a texture's longer side.
-    """
+def make_light(suite: str, *, say: Callable[[str], None] = print) -> LightReport:
+    """Make the light files of all scenes of a suite, and replace earlier ones."""
     tasks.load_robosuite()
     folder = tasks.cache_folder() / "light"
     folder.mkdir(parents=True, exist_ok=True)
@@ -168,14 +163,14 @@ def make_light(
         for source, model, mesh in _sources(tasks.bddl_file(suite, number)):
             rel = str(Path(os.path.realpath(source)).relative_to(_base()))
             if rel not in made:
-                made[rel] = _make(source, model, mesh, faces, texture, report)
+                made[rel] = _make(source, model, mesh, report)
     write_json(
         _index(suite),
         {
             "format": _FORMAT,
             "versions": tasks.TESTED,
-            "faces": faces,
-            "texture": texture,
+            "faces": FACES,
+            "texture": TEXTURE,
             "files": {name: light for name, light in made.items() if light},
         },
     )
@@ -207,21 +202,20 @@ def _attribute(tag: str, name: str) -> str:
     return found[1]
 
 
-def _make(source: str, model: Any, mesh: int, faces: int, texture: int, report: LightReport) -> str:
+def _make(source: str, model: Any, mesh: int, report: LightReport) -> str:
     """Make one light file; return its name, or '' if the original stays."""
-    key = hashlib.sha256(Path(source).read_bytes() + f"{_FORMAT} {faces} {texture}".encode()).hexdigest()[:24]
+    key = hashlib.sha256(Path(source).read_bytes() + f"{_FORMAT} {FACES} {TEXTURE}".encode()).hexdigest()[:24]
     if mesh < 0:
         target = report.folder / f"{key}.png"
-        small = shrink_texture(source, target, texture)
+        small = shrink_texture(source, target, TEXTURE)
         report.textures += small
         return target.name if small else ""
     count = int(model.mesh_facenum[mesh])
-    if count <= faces:
+    if count <= FACES:
         return ""
     target = report.folder / f"{key}.msh"
     shape = Shape.of(model, mesh)
-    if shape.open_share() > _OPEN:
-        faces *= _MORE
+    faces = FACES * (_MORE if shape.open_share() > _OPEN else 1)
     if count <= faces:
         return ""
     shape = simplified(shape, faces)
