@@ -26,7 +26,7 @@ CEILINGS = {
     "policies": (2926, 13),
     "replay": (3985, 18),
     "replay_tools": (1476, 8),
-    "rewards": (558, 4),
+    "rewards": (563, 4),
     "simulators": (4010, 21),
     "storage": (2316, 10),
     "weights": (2217, 11),

@@ -274,7 +274,14 @@ def open_reward(folder: Path, tasks: Collection[str] = ()) -> dict[str, RewardFi
             f"{place} holds the reward models of {LONG}, and the start states are of {suite}. Use "
             "--start-states of LIBERO-Long, or --world of their suite."
         )
-    return {group: _recognised(TensorFiles(_newest(place / group)), tasks) for group in GROUPS}
+    files = {group: _recognised(TensorFiles(_newest(place / group)), tasks) for group in GROUPS}
+    for group, one in files.items():
+        if not one.config.tasks:
+            raise CheckpointError(
+                f"{one.weights.label} lacks task_embedding.weight: it is no network of {group}, whose tasks "
+                "are told by their numbers. Download it again."
+            )
+    return files
 
 
 def _open_own(folder: Path) -> RewardFiles:

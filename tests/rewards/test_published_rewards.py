@@ -285,10 +285,13 @@ def test_of_several_checkpoints_of_a_group_the_largest_number_counts(tmp_path: P
         long_reward(tmp_path)
 
 
-def test_a_group_that_is_missing_is_refused(tmp_path: Path) -> None:
+def test_a_group_that_is_missing_or_another_network_is_refused(tmp_path: Path) -> None:
     write_groups(tmp_path)
     (tmp_path / "group_3" / "42.pth").unlink()
     with pytest.raises(CheckpointError, match=r"group_3 should hold one reward model.*it holds none"):
+        long_reward(tmp_path)
+    write_pth(tmp_path / "group_3" / "42.pth", random_tensors(0))
+    with pytest.raises(CheckpointError, match=r"group_3/42\.pth lacks task_embedding\.weight"):
         long_reward(tmp_path)
 
 
