@@ -74,10 +74,10 @@ Security = ServerKeys | ClientKeys
 def create_keys(folder: Path, clients: Sequence[str]) -> list[Path]:
     """Make missing key pairs, and return the new secret files. Files are never overwritten."""
     for name in clients:
-        if not _NAME.fullmatch(name) or name == _SERVER:
+        if not _NAME.fullmatch(name) or name == _SERVER or name.isdecimal():
             raise ConfigError(
                 f"--clients names {name!r}, which cannot name a key file. Use letters, digits, '-' and '_', "
-                f"and not {_SERVER!r}."
+                f"not {_SERVER!r} and no number: learner actor-0 actor-1."
             )
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -88,7 +88,7 @@ def test_a_server_key_of_another_pair_and_an_empty_allow_list_are_refused(keys: 
         load_server_keys(keys)
 
 
-@pytest.mark.parametrize("name", ["../x", "server", "", "a b", ".hidden"])
+@pytest.mark.parametrize("name", ["../x", "server", "", "a b", ".hidden", "2"])
 def test_a_client_name_is_no_path(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="--clients"):
         create_keys(tmp_path / "k", [name])
