@@ -121,7 +121,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Episode:
-    """An imagined or simulated episode. Action i made frame i; `frames[n]` was seen before `actions[n]`."""
+    """An imagined or simulated episode. `video[i]` follows step i; `frames[n]` is what decision n saw."""
 
     episode_id: str
     """Globally unique: 32 hexadecimal digits."""

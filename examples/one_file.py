@@ -44,7 +44,7 @@ class Settings:
     """Start states of an update."""
     group_size: int = 8
     """Episodes from each start state."""
-    max_decisions: int = 12
+    max_decisions: int = 6
     """Decisions until an episode has failed."""
     threshold: float = 0.7
     """Probability from which the reward model calls a frame a success."""
@@ -56,7 +56,7 @@ class Settings:
     max_weight: float = 2.0
     """Largest importance weight."""
     trust_region: float = 0.2
-    """Largest difference of a token's probability from the one it was sampled with."""
+    """Largest gain of a token's probability, in the direction of its advantage, since it was sampled."""
     learning_rate: float = 1e-4
     max_grad_norm: float = 1.0
     micro_batch: int = 32
@@ -187,7 +187,7 @@ def token_loss(now: Tensor, old: Tensor, behaviour: Tensor, advantage: Tensor, s
 
     The clipped ratio (PPO, arXiv:1707.06347; dual clip, arXiv:1912.09729) is taken against the policy before
     the update, `old`, and weighed by how much likelier that one made the token than the policy that sampled
-    (truncated importance sampling). A token that the update moved far from the sampling policy is left out.
+    (truncated importance sampling). A token that updates since then moved far is left out.
     """
     ratio = (now - old).exp()
     clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)

@@ -126,7 +126,7 @@ class Actor:
             return
 
     def step(self, wait: float = CREDIT_WAIT) -> bool:
-        """Take weights and grants, launch idle stages, collect the oldest launch; False: nothing to do."""
+        """Take weights and grants, launch an idle stage, collect the oldest launch; False: nothing to do."""
         began = time.monotonic()
         set_activity("talking to the replay", self.hang_timeout)
         self.port.serve()
@@ -204,7 +204,7 @@ class Actor:
     def _acquire(self, wait: float) -> None:
         running = [self.slots.episode(index) for index in self.slots.live]
         at_last = sum(len(episode.decisions) >= self.settings.max_decisions - 1 for episode in running)
-        # A prefetch for some that may succeed is counted too.
+        # Episodes at their last decision free their slots next; others may succeed before.
         while wanted := self.slots.wanted(max(len(running) // RUNNING_PER_PREFETCH, at_last)):
             grants = self.port.acquire_groups(math.ceil(wanted / self.group_size), wait)
             self._remove_dropped()  # Before a dropped number is begun again.

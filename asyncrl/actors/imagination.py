@@ -112,10 +112,10 @@ class WorldBackend(Backend[State]):
             stage.in_flight.append(decision)
         return failed
 
-    def collect(self, slots: Slots, stage: Stage[State], deadline: float) -> tuple[list[RowFailure], float]:
+    def collect(self, slots: Slots, stage: Stage[State], timeout: float) -> tuple[list[RowFailure], float]:
         """Wait for the stage's decision and append it to the episodes."""
         in_flight, stage.in_flight = stage.in_flight, []
-        waited = wait_for([event for decision in in_flight for event in decision.done_events], deadline)
+        waited = wait_for([event for decision in in_flight for event in decision.done_events], timeout)
         failed = []
         for decision in in_flight:
             stage.timed_work += decision.timed_work

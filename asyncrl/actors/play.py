@@ -126,10 +126,10 @@ class SimulatorBackend(Backend[Any]):
         stage.in_flight = [index for index in indices if self._slots[index].awaits_answer or index in over]
         return failed
 
-    def collect(self, slots: Slots, stage: Stage[Any], deadline: float) -> tuple[list[RowFailure], float]:
+    def collect(self, slots: Slots, stage: Stage[Any], timeout: float) -> tuple[list[RowFailure], float]:
         """Wait for the first answers of the stage, or with `together` for all."""
         awaited, stage.in_flight = stage.in_flight, []
-        failed, waited = self._wait(slots, awaited, deadline)
+        failed, waited = self._wait(slots, awaited, timeout)
         self._seconds[m.ACTOR_SIMULATORS] += waited
         # On the CPU the actor subtracts all of `pop_device_seconds` from its own time, this wait included.
         return failed, 0.0 if self.policy_device.type == "cpu" else waited
@@ -167,16 +167,16 @@ class SimulatorBackend(Backend[Any]):
 
     # --- answers ---
 
-    def _wait(self, slots: Slots, awaited: list[int], deadline: float) -> tuple[list[RowFailure], float]:
+    def _wait(self, slots: Slots, awaited: list[int], timeout: float) -> tuple[list[RowFailure], float]:
         failed, began = list[RowFailure](), time.monotonic()
         while True:
             still = [index for index in awaited if self._slots[index].awaits_answer]
             if not still or (not self.together and len(still) < len(awaited)):
                 return failed, time.monotonic() - began
-            remaining = began + deadline - time.monotonic()
+            remaining = began + timeout - time.monotonic()
             if remaining <= 0:
                 raise RunError(
-                    f"No simulator answered for slot {still[0]} within {deadline:g} s (--hang-timeout), so "
+                    f"No simulator answered for slot {still[0]} within {timeout:g} s (--hang-timeout), so "
                     "it hangs or the machine is overloaded. Use fewer --simulator.workers or --actor.slots."
                 )
             failed += self._handle_answers(slots, min(remaining, _POLL))

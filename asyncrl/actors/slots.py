@@ -214,7 +214,7 @@ class Stage(Generic[State]):
             self.replace(indices, fresh)
 
     def keep(self, indices: Sequence[int]) -> None:
-        """Have rows for the slots `indices`, ascending; a new one's is a copy that must be replaced."""
+        """Keep just the rows of the slots `indices`, ascending; one without gets a copy of the first."""
         if list(indices) != self._rows:
             known = {index: row for row, index in enumerate(self._rows)}
             rows = [known.get(index, 0) for index in indices]
@@ -294,8 +294,8 @@ class Backend(ABC, Generic[State]):
         """Begin one decision in `indices`, the stage's slots with an episode."""
 
     @abstractmethod
-    def collect(self, slots: Slots, stage: Stage[State], deadline: float) -> tuple[list[RowFailure], float]:
-        """Append the stage's decisions; RunError at the deadline. Seconds: not in `pop_device_seconds`."""
+    def collect(self, slots: Slots, stage: Stage[State], timeout: float) -> tuple[list[RowFailure], float]:
+        """Append the stage's decisions; RunError after `timeout`. Seconds waited, if not counted as a device's."""
 
     @abstractmethod
     def release(self, slots: Slots, stage: Stage[State]) -> None:

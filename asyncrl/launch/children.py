@@ -224,7 +224,7 @@ class ChildProcesses:
                 self._tell(f"{child.name} died and came back (respawn {child.respawns}); see its log")
         for line in self._news():
             self._tell(line)
-        return self._stop.set
+        return self._stop.requested
 
     def run_until_done(self, over: Callable[[], bool]) -> None:
         """Poll until all children have finished, a stop is asked for, or the run is `over` without them."""

@@ -62,7 +62,7 @@ POLL_INTERVAL: Final = 0.5
 def follow(config: TrainConfig, job: Job, hosts: Hosts, stop: StopFlag) -> int:
     """Do the part of a rank other than 0 until rank 0 ends the run."""
     rank = job.rank
-    info = receive(job, config.startup_timeout, lambda: stop.set)
+    info = receive(job, config.startup_timeout, lambda: stop.requested)
     run_dir = Path(info.run_dir)
     _wait_for_folder(run_dir, info.mark, rank)
     config = load_file(run_dir / "config.json")
@@ -205,7 +205,7 @@ def _with_weights_of_host(
     if job.rank == actors[0]:
         endpoint = relay_weights(config, info, hosts, job, ending)
     else:
-        endpoint = wait_for_relay(info, job, config.startup_timeout, lambda: stop.set)
+        endpoint = wait_for_relay(info, job, config.startup_timeout, lambda: stop.requested)
     return replace(info, weights_endpoint=endpoint)
 
 

@@ -48,7 +48,13 @@ def run(asked: TrainConfig) -> int:
             try:
                 with learner_group(config, Job(), 1, device) as ranks:
                     learner = build_learner(
-                        config, start, port, publisher, log.write, ranks, stop_requested=lambda: stop.set
+                        config,
+                        start,
+                        port,
+                        publisher,
+                        log.write,
+                        ranks,
+                        stop_requested=lambda: stop.requested,
                     )
                     with console.failure_noted(config, start.run_dir, learner):
                         learner.run()
@@ -56,5 +62,5 @@ def run(asked: TrainConfig) -> int:
                 backend.close()
                 port.close()
                 start.lock.release()
-            log.banner(console.final_summary(config, start.run_dir, learner.end_reason, start.simulator))
+            log.banner(console.final_summary(config, start.run_dir, learner.early_end, start.simulator))
     return 0

@@ -98,7 +98,7 @@ def _imagine(joined: _Joined) -> bool:
     leave = partial(port.leave, SHUTDOWN_TIMEOUT_EPISODES)
     with StopFlag().listening() as stop:
         try:
-            joined.actor.run(should_leave=lambda: stop.set or receiver.ended)
+            joined.actor.run(should_leave=lambda: stop.requested or receiver.ended)
             return port.stopped or receiver.ended
         except AttemptEnded:
             leave = partial(port.leave, 0.0)  # No part of the run waits for its episodes.

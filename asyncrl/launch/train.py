@@ -3,8 +3,9 @@
     rank 0 ──spawns──► replay, and actor-0 when it also imagines
     rank k              see `followers`
 
-The end, in order: the learner tells the replay, which tells the actors; they leave; publisher and replay
-close. Functions of rank 0 import torch and the models, which ranks that only look after an actor do not need.
+The end, in order: the learner tells the replay, which tells the actors; the publisher closes; actors and
+replay have a few seconds to end. Functions of rank 0 import torch and the models, which ranks that only look
+after an actor do not need.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def run(config: TrainConfig) -> int:
     with steady_console(), StopFlag().listening() as stop:
         try:
             job, hosts = meet(
-                config, job, partial(_check_hosts, config, job), stop_requested=lambda: stop.set
+                config, job, partial(_check_hosts, config, job), stop_requested=lambda: stop.requested
             )
             bind_gloo(hosts.addresses[hosts.of(job.rank)])
             if job.rank:
@@ -183,12 +184,12 @@ def lead(asked: TrainConfig, job: Job, hosts: Hosts, stop: StopFlag) -> int:
             tasks=list(start.tasks),
         )
         learner = _train(run, info, publisher, children, log)
-        if not stop.set and (why := evaluator.finish(learner.version, children.poll)):
+        if not stop.requested and (why := evaluator.finish(learner.version, children.poll)):
             log.banner(why)
         ending.close()
         if line := console.balance(config, placement, run_dir, start.version):
             log.banner(line)
-        log.banner(console.final_summary(config, run_dir, learner.end_reason, start.simulator))
+        log.banner(console.final_summary(config, run_dir, learner.early_end, start.simulator))
     return 0
 
 

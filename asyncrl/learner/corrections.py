@@ -154,14 +154,14 @@ def staleness_metrics(
     valid = mask & with_advantage[:, None, None]
     units = valid_units(valid, "decision" if own == "episode" else own)
 
-    def at_level(ratios: Tensor) -> Tensor:
-        reduced = reduce_to_level(ratios, mask, own, episode, mean=settings.geometric)
+    def at_level(log_ratios: Tensor) -> Tensor:
+        reduced = reduce_to_level(log_ratios, mask, own, episode, mean=settings.geometric)
         return reduced.clamp(max=MAX_LOG_RATIO).exp()
 
-    ratios, weighed = (
+    log_ratios, weighed = (
         torch.where(mask, log_ratio(logprob, behaviour), 0.0) for logprob in (old_logprob, proximal)
     )
-    raw, mismatch = at_level(ratios), k3(ratios)
+    raw, mismatch = at_level(log_ratios), k3(log_ratios)
     metrics.mean(m.MISMATCH_KL, mismatch, valid)
     metrics.moments("ratio", raw, units)
     metrics.largest(m.IMPORTANCE_MAX, raw, units)

@@ -107,7 +107,7 @@ class Learner:
         self.throughput, self.copy_policy, self.acting_tensors = throughput, copy_policy, acting_tensors
         self.offload, self.stop_requested, self.clock = offload, stop_requested, clock
         self.ranks, self.algorithm = update.ranks, update.recipe.algorithm
-        self.end_reason = ""  # Why the run ended well before its last update; else empty
+        self.early_end = ""  # Why the run ended early without an error; else empty
         self.version = self.groups_used = 0
         self._parameters = update.policy.trainable_parameters
         self._failure: Exception | None = None  # While the others go on: raised once all have saved
@@ -131,7 +131,7 @@ class Learner:
         stepper.bad_updates, stepper.bad_in_a_row = progress.bad_updates, progress.bad_in_a_row
 
     def run(self) -> None:
-        """Update until `settings.updates`, a stop request, Ctrl-C or `end_reason`; save, end the run."""
+        """Update until `settings.updates`, a stop request, Ctrl-C or `early_end`; save, end the run."""
         try:
             self._loop()
         except KeyboardInterrupt:
@@ -202,7 +202,7 @@ class Learner:
         except KeyboardInterrupt:
             _log.info("interrupted at version %d", self.version)
         except NothingToLearn as end:
-            self.end_reason = str(end)
+            self.early_end = str(end)
         except Exception as error:  # Raised by `run`.
             if not self._actors_joined:
                 raise  # Nothing happened yet that would have to be saved.
@@ -318,7 +318,7 @@ class Learner:
         self._saved_version = self.version
 
     def _save_alone(self) -> None:
-        """After a failure that other ranks do not know of."""
+        """After a failure that left the loop: other ranks may not take part in a save."""
         self._finish_checkpoint()
         if self.ranks.size == 1:
             if self._actors_joined:

@@ -35,7 +35,7 @@ class PreparedBatch:
     estimates: AdvantagesAndTargets
     first_logprob: Tensor  # [D, C, A] float32 log-probs when a decision was first evaluated in this update
     evaluated: Tensor  # [D] bool, on the CPU
-    old_known: bool = False  # `first_logprob` is the old policy's, where there is an advantage
+    old_known: bool = False  # `first_logprob` serves as the old policy's, where there is an advantage
     importance_weights: Tensor | None = None  # None: there are none, or they are computed per micro-batch
     values: Tensor | None = None  # [D, K] float32, on the CPU; None without a critic
 

@@ -3,10 +3,12 @@
     prepare_batch      old log-probs and values of the whole batch if they are needed; advantages, targets
     build_minibatch    whole episodes, and the weight of each unit of their decisions
     evaluate           a micro-batch by the current weights
-    update_loss        sum over units of weight * (w * objective - entropy_coef * entropy + kl_coef * KL)
-                       + 0.5 * sum over values of weight * value loss
+    update_loss        sum over units   unit_weight * importance weight * objective
+                       - sum over tokens  token_weight * entropy_coef * entropy
+                       + sum over tokens  token_weight * truncated weight * kl_coef * KL to the reference
+                       + sum over values  value_weight * 0.5 * value loss
     step               one clipped AdamW step per minibatch, or none if the gradient is not finite
-    KL to old policy   in the last step's passes, or in a small pass after the only step
+    KL to old policy   in the last step's passes, or in a small pass after it
 
 All ranks make the same calls in the same order. M decisions of the micro-batch, C steps per decision,
 A numbers per step, U, V units of a decision (`losses`), K values of a decision: 1, or C.
@@ -102,9 +104,11 @@ class Update:
         kl_in_passes = settings.epochs > 1 or (settings.minibatches > 1 and recipe.needs_old_policy_pass)
         for epoch in range(settings.epochs):
             seed = (self.seed, version, epoch)
-            shares = split_minibatches(episodes, settings.minibatches, seed, before=before)
-            for number, share in enumerate(shares, start=1):
-                minibatch = build_minibatch(batch, prepared, share, recipe, self.forward, self.max_decisions)
+            dealt = split_minibatches(episodes, settings.minibatches, seed, before=before)
+            for number, members in enumerate(dealt, start=1):
+                minibatch = build_minibatch(
+                    batch, prepared, members, recipe, self.forward, self.max_decisions
+                )
                 self.decisions += len(minibatch.rows) - 1
                 last = (epoch + 1, number) == (settings.epochs, settings.minibatches)
                 self.optimizer.zero_grad()
@@ -173,7 +177,7 @@ def update_loss(
     trust_region: float = 0.0,
 ) -> Tensor:
     """Return the loss ``[]``; `reference` is ``[M, C, A]``, `policy` False while only the critic learns."""
-    # A token that top-k would not draw any more has a number all the same: `action_distribution` keeps it.
+    # A token that top-k would not draw any more still has a finite log-prob (`action_distribution`).
     old_logprob, mask = current.logprob.detach(), micro.mask
     if micro.old_logprob is not None:  # It may be unknown of decisions without an advantage.
         with_advantage = has_advantage(micro.advantages)[:, None, None]
@@ -204,8 +208,8 @@ def _policy_loss(
     proximal = recipe.proximal(logprob, old_logprob, behaviour, micro.lag)
     weights = micro.importance_weights
     if weights is None:
-        ratios = torch.where(mask, log_ratio(proximal, behaviour), 0.0)
-        weights = recipe.importance_weights(ratios, mask, micro.episode)
+        log_ratios = torch.where(mask, log_ratio(proximal, behaviour), 0.0)
+        weights = recipe.importance_weights(log_ratios, mask, micro.episode)
     if micro.old_logprob is None:
         policies, decisions = (old_logprob, proximal, behaviour), (micro.episode, micro.lag, advantage_M)
         staleness_metrics(metrics, settings, level, *policies, mask, weights, *decisions)
@@ -223,9 +227,9 @@ def _policy_loss(
     metrics.mean(m.CLIPPED_RATIO, terms.clipped_ratio, with_advantage)
     metrics.mean(m.OUTSIDE_TRUST_REGION, beyond.float(), with_advantage)
     metrics.mean(m.RATIO, log_ratio(logprob, proximal).exp(), mask & advantage_M[:, None, None])
-    without_gradient = (beyond | terms.clipped | terms.dual_clipped).float()
+    limited = (beyond | terms.clipped | terms.dual_clipped).float()
     for lags, metric in zip(LAG_RANGES, m.CLIPPED_AT_LAG, strict=True):
-        metrics.mean(metric, without_gradient, with_advantage & lags.holds(micro.lag)[:, None, None])
+        metrics.mean(metric, limited, with_advantage & lags.holds(micro.lag)[:, None, None])
     return loss
 
 
@@ -250,8 +254,8 @@ def _regularisers(
         penalty = torch.where(reachable, kl_penalty(logprob, reference), 0.0)
         weights = torch.ones_like(penalty)
         if "behaviour" in recipe.needs:
-            ratios = torch.where(mask, log_ratio(logprob, micro.behaviour), 0.0)
-            weights = truncated_weights(ratios, cap=recipe.correction_settings.max_weight)
+            log_ratios = torch.where(mask, log_ratio(logprob, micro.behaviour), 0.0)
+            weights = truncated_weights(log_ratios, cap=recipe.correction_settings.max_weight)
         metrics.mean(m.KL_REFERENCE, weights * penalty, reachable & with_advantage)
         loss = loss + settings.kl_coef * (micro.token_weights * weights * penalty).sum()
     return loss
@@ -293,18 +297,21 @@ def add_advantage_metrics(
 def add_kl_to_old(
     metrics: MetricAccumulator, prepared: PreparedBatch, rows: Tensor, logprob: Tensor, mask: Tensor
 ) -> None:
-    """Estimate KL(old || current) per valid token of ``[M, C, A]``, biased by the behaviour policy's lag."""
+    """Estimate KL(old || current) per valid token of ``[M, C, A]``, biased by the behaviour policy's lag.
+
+    Old is the policy that first evaluated a decision in this update: with `naive` perhaps after a step.
+    """
     old_logprob = prepared.first_logprob[moved(rows, logprob.device)]
     mask = mask & moved(prepared.evaluated[rows], logprob.device)[:, None, None]
     finite = mask & torch.isfinite(old_logprob) & torch.isfinite(logprob)
-    ratio = log_ratio(torch.where(finite, logprob, 0.0), torch.where(finite, old_logprob, 0.0))
-    metrics.mean(m.APPROX_KL, k3(ratio), finite)
+    log_ratios = log_ratio(torch.where(finite, logprob, 0.0), torch.where(finite, old_logprob, 0.0))
+    metrics.mean(m.APPROX_KL, k3(log_ratios), finite)
 
 
 def add_kl_after_step(
     metrics: MetricAccumulator, batch: Batch, prepared: PreparedBatch, forward: PolicyForward
 ) -> None:
-    """Add the KL of a small pass after the only step, on evenly spread decisions; collective."""
+    """Add the KL of a small pass after the last step, on evenly spread decisions; collective."""
     evaluated = torch.nonzero(prepared.evaluated).flatten()
     if not float(forward.ranks.sum(torch.tensor([float(len(evaluated))]))):
         return
@@ -317,7 +324,7 @@ def add_kl_after_step(
 
 
 def rows_for_kl(evaluated: int, micro_batch: int) -> int:
-    """Return how many of the evaluated decisions are evaluated again after the only step."""
+    """Return how many of the evaluated decisions are evaluated again after the last step."""
     return min(micro_batch, max(KL_ROWS_MIN, evaluated // KL_ROWS_SHARE))
 
 

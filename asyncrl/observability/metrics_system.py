@@ -144,9 +144,9 @@ CHECKPOINT_WAITING = define("""time/checkpoint_waiting, sum, s: Time the learner
 CHECKPOINT_COPYING = define("""time/checkpoint_copying, sum, s: Time in which the learner copied weights and
     optimizer to host memory for a checkpoint. No update runs during it. A large share of the time: raise
     --checkpoint-every.""")
-ACTORS_WAITING = define("""time/actors_waiting, mean, share: Share of the time the actors waited for credit.
-    Low. High: the learner is the bottleneck. Raise --algorithm.micro-batch, add learner ranks (--placement),
-    or use --learner.precision bf16; a larger --replay.max-lag does not help for long.""")
+ACTORS_WAITING = define("""time/actors_waiting, mean, share: Share of the time the actors waited for credit or
+    newer weights. Low. High: the learner is the bottleneck. Raise --algorithm.micro-batch, add learner ranks
+    (--placement), or use --learner.precision bf16; a larger --replay.max-lag does not help for long.""")
 ACTOR_POLICY, ACTOR_WORLD, ACTOR_REWARD = (
     define(f"""time/actor_{name}, mean, share: Share of the actors' time in which their device was busy with
         the {model}. {advice}""")

@@ -112,7 +112,7 @@ MISMATCH_KL_AT_LAG, RATIO_AT_LAG, CLIPPED_AT_LAG = (
         (
             "clipped",
             "share",
-            "Units that the clip or the trust region left without gradient, with a lag of",
+            "Units that the clip or the trust region limits, with a lag of",
             "Rises with the lag. Where most is clipped, these samples teach little: lower --replay.max-lag.",
         ),
     )

@@ -216,7 +216,7 @@ class Limiter(GroupTable):
         }
 
     def pick(self, groups: int, *, not_awaited: Collection[int] = ()) -> list[int] | None:
-        """Choose the oldest ready groups within the lag bound at `version`; None if there are too few.
+        """Choose the lowest-numbered ready groups within the lag bound at `version`; None if too few.
 
         Slow groups are waited for: they are mostly failures, and skipping them would bias the batch.
         """

@@ -10,8 +10,8 @@
     receipts  all members answered                            -> linked; the set before may be packed again
     any       deadline, failure or death of a member          -> idle, after a pause that grows
 
-An epoch is one passage from idle to idle. A version is promoted only when no member may still read the
-buffers that it replaces: after all receipts, or in a new epoch.
+An epoch is one passage from idle to idle. A version is promoted only when nobody may still read the buffers
+that it replaces: `_send` returns after all receipts, `_begin_epoch` comes first, pullers hold theirs.
 """
 
 from __future__ import annotations

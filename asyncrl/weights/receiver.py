@@ -63,7 +63,7 @@ class WeightReceiver(BufferedReceiver):
         """Join the weight channel.
 
         Args:
-            tensors: Those to swap, of which shape and dtype are read; None: the learner's.
+            tensors: Those that versions will be copied into; only shape and dtype are read. None: any.
         """
         manifest, own = None if tensors is None else packing.build_manifest(tensors), torch.device(device)
         self._transport = None if transport == PULL else interface.build_transport(transport, own, deadline)

@@ -122,5 +122,5 @@ def test_children_are_watched_until_all_finished_or_a_stop_is_asked_for(children
     children_of(finishing).run_until_done(over=lambda: False)
     assert finishing.polls >= 6
     children = children_of(Child("actor-1"))
-    children._stop.set = True
+    children._stop.requested = True
     children.run_until_done(over=lambda: False)

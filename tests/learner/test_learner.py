@@ -247,7 +247,7 @@ def test_a_run_with_nothing_to_learn_ends_well_and_saved(tmp_path: Path) -> None
     run = Run(tmp_path, updates=9, every=1000)
     run.replay.fails = NothingToLearn("every episode of the last 20 groups succeeded")
     run.learner.run()
-    assert run.learner.end_reason == "every episode of the last 20 groups succeeded"
+    assert run.learner.early_end == "every episode of the last 20 groups succeeded"
     assert run.events[-2:] == ["save 0", "stop"]
 
 
