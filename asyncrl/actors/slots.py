@@ -295,7 +295,7 @@ class Backend(ABC, Generic[State]):
 
     @abstractmethod
     def collect(self, slots: Slots, stage: Stage[State], timeout: float) -> tuple[list[RowFailure], float]:
-        """Append the stage's decisions; RunError after `timeout`. Seconds waited, if not counted as a device's."""
+        """Append the stage's decisions; RunError after `timeout`. Seconds waited, but for a device's."""
 
     @abstractmethod
     def release(self, slots: Slots, stage: Stage[State]) -> None:

@@ -24,7 +24,7 @@ from asyncrl.messaging.sockets import (
     private_folder,
     why_taken,
 )
-from asyncrl.replay.limiter import HEARTBEAT_TIMEOUT
+from asyncrl.replay import limiter
 from asyncrl.storage.atomic import read_small, write_private, write_text
 from asyncrl.storage.run_owner import LEAVE_DEADLINE, RunIdentity
 
@@ -177,6 +177,6 @@ def weight_settings(config: TrainConfig, hosts: Hosts, keys: str, identity: RunI
     return ServerSettings(
         listen=hosts.weights or default,
         security=server_keys(keys),
-        silence=HEARTBEAT_TIMEOUT,
+        silence=limiter.HEARTBEAT_TIMEOUT,
         identity=identity,
     )

@@ -36,7 +36,7 @@ def test_actors_join_leave_die_and_come_back_while_the_run_goes_on(flags: list[s
         assert "second: left the run" in second.ends()
         site.train.until("second left (1 joined actor now)")
         first.process.kill()
-        site.train.until("first was not heard of for 30 s (0 joined actors now)")
+        site.train.until("first was not heard of for 8 s (0 joined actors now)")
         site.train.until("no actor is left: waits up to 600 s (--batch-timeout) for one to join")
         third = site.actor("third")
         site.train.until("third joined (1 joined actor now)")

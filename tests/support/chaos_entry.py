@@ -19,6 +19,7 @@ from asyncrl.errors import SampleTimeout
 from asyncrl.launch import followers
 from asyncrl.messaging.wire import Message
 from asyncrl.records import Episode
+from asyncrl.replay import limiter
 from asyncrl.replay.client import Outbox, ZmqLearnerPort
 from asyncrl.replay.interface import BatchDescription
 
@@ -93,6 +94,7 @@ if "CHAOS_NOTES" in os.environ:  # Not when something merely looks at this file.
     ZmqLearnerPort.choose = batches.note_choice(ZmqLearnerPort.choose)
     ZmqLearnerPort.fetch = batches.note_batch(ZmqLearnerPort.fetch)
     followers.MAX_RESPAWNS = 1000
+    limiter.HEARTBEAT_TIMEOUT = float(os.environ.get("CHAOS_SILENCE", "30"))
 
 if __name__ == "__main__":
     from asyncrl.cli import torchrun_main

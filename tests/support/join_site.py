@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Self
 
 from asyncrl.messaging.keys import create_keys
-from support.whole_runs import ACTOR, PATIENCE, TRAIN, Program, free_port, reach, rows
+from support.whole_runs import ACTOR, PATIENCE, Program, free_port, reach, rows
+
+QUICK = Path(__file__).with_name("quick_silence.py")
 
 
 class Site:
@@ -21,7 +24,7 @@ class Site:
         for file in ("server.public", "far.secret"):  # All that another host gets.
             shutil.copy2(own / file, self.keys / file)
         listen = ["--replay.listen", self.endpoint, "--replay.keys", str(own), "--run-dir", str(self.run)]
-        self.train = Program(tmp_path, "train", [*TRAIN, *flags, *listen])
+        self.train = Program(tmp_path, "train", [sys.executable, str(QUICK), *flags, *listen])
         self.programs = [self.train]
 
     def actor(self, name: str) -> Program:

@@ -93,7 +93,7 @@ class SeveralHosts:
         start += [text for flag, value in options.items() for text in (f"--{flag}", value)]
         command = [*self.on(number), *start, str(ENTRY), *arguments]
         (folder / "gate").write_text("1000000000")  # Nobody holds the learner up.
-        notes = {"CHAOS_NOTES": str(folder / "notes.jsonl")}
+        notes = {"CHAOS_NOTES": str(folder / "notes.jsonl"), "CHAOS_SILENCE": "5"}
         self._programs.append(Program(folder, name or f"node-{number}", command, more=notes | more))
         return self._programs[-1]
 

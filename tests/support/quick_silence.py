@@ -1,0 +1,10 @@
+"""`asyncrl train`, for which a silent actor is gone after 8 seconds, also in the processes that it starts."""
+
+from asyncrl.replay import limiter
+
+limiter.HEARTBEAT_TIMEOUT = 8.0  # pyright: ignore[reportConstantRedefinition]
+
+if __name__ == "__main__":
+    from asyncrl.cli import torchrun_main
+
+    torchrun_main()
