@@ -2,7 +2,8 @@
 
 from asyncrl.replay import limiter
 
-limiter.HEARTBEAT_TIMEOUT = 8.0  # pyright: ignore[reportConstantRedefinition]
+if __name__ in ("__main__", "__mp_main__"):  # Not when something merely looks at this file.
+    limiter.HEARTBEAT_TIMEOUT = 8.0  # pyright: ignore[reportConstantRedefinition]
 
 if __name__ == "__main__":
     from asyncrl.cli import torchrun_main
