@@ -182,10 +182,11 @@ def test_an_odd_call_ends_in_a_sentence(
     assert unchanged(models) == before
 
 
-def test_a_port_that_is_none_is_said_before_anything_starts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("port", ["http", "9" * 5000], ids=["a word", "long"])
+def test_a_port_that_is_none_is_said_before_anything_starts(port: str, tmp_path: Path) -> None:
     arguments = ["--run-dir", str(tmp_path / "run")]
     code = f"from asyncrl import cli; raise SystemExit(cli.run('train', {arguments!r}))"
-    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "http"}
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     done = subprocess.run(
         [sys.executable, "-c", f"import os; os.environ.update({json.dumps(environ)}); {code}"],

@@ -69,7 +69,7 @@ def read_job(environ: Mapping[str, str] = os.environ) -> Job:
 
     def number(name: str, absent: int = 0) -> int:
         text = environ.get(name) or str(absent)
-        if not text.isdecimal():
+        if not text.isdecimal() or len(text) > 18:
             raise ConfigError(
                 f"The environment variable {name} is {shortened(text)}, expected a whole number. torchrun "
                 "sets it; unset it for a single process."
