@@ -52,7 +52,7 @@ from asyncrl.weights.interface import NullPublisher, Publisher
 MEETING_DEADLINE: Final = 600.0  # seconds for the learner ranks to meet
 
 
-class Models(NamedTuple):
+class LoadedModels(NamedTuple):
     """The policy of a run, loaded, and its other models, checked."""
 
     config: TrainConfig  # with the world's defaults
@@ -90,7 +90,7 @@ def use_device(config: TrainConfig, local_rank: int = 0) -> torch.device:
     return device
 
 
-def load_models(asked: TrainConfig, device: torch.device) -> Models:
+def load_models(asked: TrainConfig, device: torch.device) -> LoadedModels:
     """Load the policy of a run to `device`, and check that all its models are there and fit each other."""
     config, defaults = with_world_defaults(asked)
     build_recipe(config.algorithm, config.correction, config.critic)
@@ -107,7 +107,7 @@ def load_models(asked: TrainConfig, device: torch.device) -> Models:
         from asyncrl.launch import evaluator  # It needs simulators, which are not imported without cause.
 
         evaluator.plan(config, files, policy)
-    return Models(config, defaults, policy, files)
+    return LoadedModels(config, defaults, policy, files)
 
 
 def _check_compilable(config: TrainConfig) -> None:
@@ -121,7 +121,7 @@ def _check_compilable(config: TrainConfig) -> None:
             )
 
 
-def start_run(models: Models, again: Path | None = None) -> LearnerStart:
+def start_run(models: LoadedModels, again: Path | None = None) -> LearnerStart:
     """Make or find the run's folder; `again` is that of an earlier start of the same job."""
     config, _, policy, files = models
     if again is not None and checkpoint.latest(again) is not None:

@@ -25,7 +25,7 @@ from asyncrl.storage.run_folder import BEST, recorded_start
 from asyncrl.storage.untrusted import read_json_lines
 
 if TYPE_CHECKING:
-    from asyncrl.launch.build import LearnerStart, Models
+    from asyncrl.launch.build import LearnerStart, LoadedModels
     from asyncrl.learner.learner import Learner
 
 ENDS: Final = 5
@@ -132,7 +132,7 @@ def notes(config: TrainConfig) -> list[str]:
 def introduce(
     log: MetricsLogger,
     asked: TrainConfig,
-    models: Models,
+    models: LoadedModels,
     start: LearnerStart,
     processes: str,
     begun: Sequence[str] = (),

@@ -56,7 +56,7 @@ from asyncrl.replay.client import ZmqLearnerPort
 from asyncrl.storage import run_folder
 
 if TYPE_CHECKING:
-    from asyncrl.launch.build import LearnerStart, Models
+    from asyncrl.launch.build import LearnerStart, LoadedModels
     from asyncrl.launch.evaluator import EvaluatorProcess
     from asyncrl.learner.learner import Learner
     from asyncrl.observability.logger import MetricsLogger
@@ -115,7 +115,7 @@ class _Run(NamedTuple):
     hosts: Hosts
     placement: Placement
     transport: str
-    models: Models
+    models: LoadedModels
     start: LearnerStart
 
     @property

@@ -31,8 +31,8 @@ HEARTBEAT_TIMEOUT: Final = 30.0
 
 
 @dataclass(kw_only=True)
-class Actor:
-    """One actor, as the replay knows it. The ledger keeps the first two."""
+class ActorRecord:
+    """The state of one actor in the replay. The ledger keeps the first two."""
 
     session: str = ""
     answered: int = -1  # Its newest request of this session that was answered with a group
@@ -64,7 +64,7 @@ class Limiter(GroupTable):
         self.sampling = SamplingParams(temperature=algorithm.temperature, top_k=algorithm.top_k)
         self.episode_format = episode_format
         self.heartbeat_timeout = HEARTBEAT_TIMEOUT
-        self.actors: defaultdict[str, Actor] = defaultdict(Actor)
+        self.actors: defaultdict[str, ActorRecord] = defaultdict(ActorRecord)
         self.listening_since = self.clock()  # Silence is counted from here; later after a stall.
 
     def too_old(self, aged: Episode | OpenGroup | GroupFile, version: int) -> ReceiptStatus | None:
