@@ -29,7 +29,7 @@ CEILINGS = {
     "replay_tools": (1476, 8),
     "rewards": (563, 4),
     "simulators": (4004, 21),
-    "storage": (2311, 10),
+    "storage": (2340, 10),
     "weights": (2217, 11),
     "worlds": (5502, 24),
 }

@@ -224,7 +224,7 @@ def write_part(
     path.parent.mkdir(parents=True, exist_ok=True)
     lengths: list[int] = []
     written: list[tuple[str, SimStart, bool, bool]] = []
-    with replacing(path) as part, h5py.File(part, "w", libver=("v110", "v110")) as file:
+    with replacing(path) as part, h5py.File(part, "w", libver=("v110", "v110"), locking=False) as file:
         file.attrs.update(
             format=FORMAT, simulator=simulator, cameras=json.dumps(cameras), about=json.dumps(about)
         )

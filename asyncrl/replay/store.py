@@ -6,7 +6,6 @@ an episode is acknowledged: everything acknowledged is readable, and everything 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +20,7 @@ from asyncrl.replay.events import Ledger, read_line, write_line
 from asyncrl.replay.group_file import FORMAT, FORMAT_VERSION, GroupFile, read_group_file, write_group
 from asyncrl.replay.sealed_file import damaged, is_full
 from asyncrl.storage.atomic import flush, replacing
-from asyncrl.storage.untrusted import make_folder, open_regular, parse_json, read_bytes, remove
+from asyncrl.storage.untrusted import make_folder, open_regular, parse_json, read_bytes, remove, take_lock
 
 PATTERN: Final = "group-*.h5"
 LEDGER: Final = "ledger.log"
@@ -198,12 +197,14 @@ def _check_meta(path: Path, group_size: int) -> int:
 
 
 def _lock(folder: Path) -> int:
-    handle = open_regular(folder / "lock", os.O_RDWR | os.O_CREAT)
+    path = folder / "lock"
+    handle = open_regular(path, os.O_RDWR | os.O_CREAT)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
+        if take_lock(path, handle):
+            return handle
         raise ReplayError(
             f"{folder} is written by another process. Wait until it ended, or choose another --run-dir."
-        ) from None
-    return handle
+        )
+    except BaseException:
+        os.close(handle)
+        raise

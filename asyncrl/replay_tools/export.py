@@ -28,7 +28,7 @@ GYM = 2
 def write_robomimic(out: Path, episodes: Iterable[tuple[StoredEpisode, Samples]], rate: Rate) -> int:
     """Write the episodes, one demonstration each; return the number of their samples."""
     total, names = 0, {True: list[bytes](), False: list[bytes]()}
-    with replacing(out) as part, h5py.File(part, "w") as file:
+    with replacing(out) as part, h5py.File(part, "w", locking=False) as file:
         data = file.create_group("data")
         for number, (row, samples) in enumerate(episodes):
             _put_episode(data.create_group(f"demo_{number}"), row, samples)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from asyncrl.replay_tools.episodes import GroupOutcomes, ReplayCommand, read_out
 from asyncrl.storage import run_owner
 from asyncrl.storage.assets import kept
 from asyncrl.storage.atomic import flush, replacing
-from asyncrl.storage.untrusted import dataset_in
+from asyncrl.storage.untrusted import dataset_in, take_lock
 
 IMAGES: Final = ("frames", "final_frame", "video", "more_frames", "final_more_frames")
 GZIP: Final = 4  # Level of compression
@@ -146,7 +145,7 @@ def compact(path: Path) -> int | None:
     try:
         read_group(path)
         with replacing(path) as part:
-            with h5py.File(path, "r") as old, sealing(part) as (new, _):
+            with h5py.File(path, "r", locking=False) as old, sealing(part) as (new, _):
                 _copy(old, new)
             read_group(part)  # Its checksums are those of the old file.
         return path.stat().st_size
@@ -229,13 +228,12 @@ def locked(folder: Path) -> Iterator[None]:
             run_owner.kept_unowned(folder.parent, f"changing {folder}") if of_run else nullcontext(),
             (folder / "lock").open("a") as file,
         ):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not take_lock(folder / "lock", file.fileno()):
+                raise ReplayError(
+                    f"{folder} is written by a live run (which prunes by itself, --replay.max-gigabytes). "
+                    "Wait until it ended, or use --dry-run."
+                )
             yield
-    except BlockingIOError:
-        raise ReplayError(
-            f"{folder} is written by a live run (which prunes by itself, --replay.max-gigabytes). "
-            "Wait until it ended, or use --dry-run."
-        ) from None
     except PermissionError as error:
         raise ReplayError(
             f"{folder} cannot be changed: {error}. Run it as the owner of the folder."

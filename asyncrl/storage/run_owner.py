@@ -26,7 +26,7 @@ from typing import Final
 from asyncrl.errors import ConfigError
 from asyncrl.observability import process_status, waits
 from asyncrl.storage.atomic import check_private, read_small, write_private
-from asyncrl.storage.untrusted import check_types, open_regular, parse_json
+from asyncrl.storage.untrusted import check_types, open_regular, parse_json, take_lock
 
 LOCK: Final = "lock"
 IDENTITY: Final = "identity.json"
@@ -88,7 +88,7 @@ def acquire(run_dir: Path) -> RunLock:
     try:
         with waits.waiting(waits.OWNER, LEAVE_DEADLINE):
             began = time.monotonic()
-            while not _take(handle, fcntl.LOCK_EX, run_dir):
+            while not take_lock(run_dir / LOCK, handle):
                 found, waited = _read(run_dir), time.monotonic() - began
                 # Without an owner in the file, another process starts or asks at this moment.
                 if waited > _MOMENT if found is None else found.lives() or waited > LEAVE_DEADLINE:
@@ -124,7 +124,7 @@ def owner(run_dir: Path) -> Owner | None:
         return found
     handle = _open(run_dir)
     try:
-        return None if _take(handle, fcntl.LOCK_EX, run_dir) else found
+        return None if take_lock(run_dir / LOCK, handle) else found
     finally:
         os.close(handle)
 
@@ -140,7 +140,7 @@ def kept_unowned(run_dir: Path, what: str) -> Iterator[None]:
     found = owner(run_dir)
     handle = _open(run_dir)
     try:
-        if found is not None or not _take(handle, fcntl.LOCK_EX, run_dir):
+        if found is not None or not take_lock(run_dir / LOCK, handle):
             raise FolderInUse(f"{what} would change a folder that is in use: {in_use(run_dir, found)}")
         yield
     finally:
@@ -149,22 +149,9 @@ def kept_unowned(run_dir: Path, what: str) -> Iterator[None]:
 
 def _share(handle: int, run_dir: Path) -> bool:
     until = time.monotonic() + _MOMENT
-    while not (taken := _take(handle, fcntl.LOCK_SH, run_dir)) and time.monotonic() < until:
+    while not (taken := take_lock(run_dir / LOCK, handle, fcntl.LOCK_SH)) and time.monotonic() < until:
         time.sleep(_POLL)
     return taken
-
-
-def _take(handle: int, kind: int, run_dir: Path) -> bool:
-    try:
-        fcntl.flock(handle, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        raise ConfigError(
-            f"{run_dir / LOCK}, the lock of the run, cannot be taken ({error.strerror}): its file system has "
-            "no locks. Choose a --run-dir elsewhere, or mount it with locks."
-        ) from None
-    return True
 
 
 def _open(run_dir: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:

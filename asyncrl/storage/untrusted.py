@@ -7,6 +7,7 @@ folder. Every refusal is an `OSError` with a readable `strerror`, or a `ValueErr
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
 import os
@@ -17,6 +18,8 @@ from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
     import h5py
@@ -92,6 +95,29 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+# --- locks ---
+
+
+class CannotLock(ConfigError):
+    """A lock cannot be taken, for another reason than that a process holds it."""
+
+
+def take_lock(path: Path, handle: int, kind: int = fcntl.LOCK_EX) -> bool:
+    """Lock an open file for this process without waiting; False if another process holds the lock."""
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        without = error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+        why = ": its file system has no locks" if without else ""
+        raise CannotLock(
+            f"{path} cannot be locked ({error.strerror}){why}. Choose another folder (--run-dir), on a local "
+            "disk or on a file system that is mounted with locks."
+        ) from None
+    return True
 
 
 # --- JSON ---
@@ -177,11 +203,17 @@ def shortened(value: object) -> str:
 
 
 def open_hdf5(path: Path) -> h5py.File:
-    """Open an HDF5 file for reading. h5py alone would block on a named pipe."""
+    """Open an HDF5 file for reading, also without locks. h5py alone would block on a named pipe."""
     import h5py
 
-    os.close(open_regular(path))
-    return h5py.File(path, "r")
+    handle = open_regular(path)
+    try:
+        with suppress(CannotLock):
+            if not take_lock(path, handle, fcntl.LOCK_SH):
+                raise BlockingIOError(errno.EAGAIN, "another process writes it: wait for its end", str(path))
+    finally:
+        os.close(handle)
+    return h5py.File(path, "r", locking=False)
 
 
 def dataset_in(file: h5py.Group, name: str) -> h5py.Dataset:

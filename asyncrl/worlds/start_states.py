@@ -56,7 +56,7 @@ def save_start_states(path: Path, states: Sequence[StartState]) -> None:
     if any(state.elapsed for state in states):
         arrays["elapsed"] = np.array([state.elapsed for state in states], dtype=np.int64)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as part, h5py.File(part, "w") as file:
+    with replacing(path) as part, h5py.File(part, "w", locking=False) as file:
         file.attrs["format"] = FORMAT
         for name, array in arrays.items():
             images = array.ndim > 2 and array.dtype == np.uint8
