@@ -22,7 +22,7 @@ from asyncrl.observability.signals import expect_exit
 
 def usage() -> str:
     """Return the text of `asyncrl --help`, wrapped to a terminal."""
-    from asyncrl.observability.console import hanging
+    from asyncrl.observability.terminal import hanging
 
     rows = "\n".join(hanging(f"  {name:<10} ", about(name)) for name in COMMANDS)
     return (

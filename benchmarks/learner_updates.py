@@ -44,9 +44,9 @@ from asyncrl.learner import update as update_module
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.forward import longest_first
 from asyncrl.learner.fsdp import UNITS, ReshardAfter, shard, summed_gradient
-from asyncrl.learner.metrics import Throughput
 from asyncrl.learner.ranks import LearnerRanks, joined_ranks, not_finite
 from asyncrl.learner.update import Update
+from asyncrl.learner.update_metrics import Throughput
 from asyncrl.observability.metrics_system import MFU
 from asyncrl.policies.acceleration import enable_gradient_checkpointing, use_float8_where_frozen
 from asyncrl.policies.lora import add_lora

@@ -157,7 +157,7 @@ def run_cell(grid: RunGrid, cell: Cell, until: float) -> str:
     from asyncrl.commands import evaluate
     from asyncrl.config.run import parse
     from asyncrl.errors import RunError
-    from asyncrl.launch.train import run
+    from asyncrl.launch.rank import run
 
     folder, answer = grid.out / "runs" / cell.name, grid.out / f"{cell.name}.evaluation"
     config = parse([*flags_of(grid, cell), "--run-dir", str(folder)])

@@ -40,6 +40,8 @@ LONGEST_FILE, LONGEST_FUNCTION = 440, 60
 HOT_PATH = ("actors", "learner", "replay/limiter.py", "records.py")
 NOT_THERE = ("second draw", "mined", "refit", "guard.world", "--pace")
 """Options that the hot path must not know."""
+SIBLINGS = {"__init__", "interface", "files", "world", "simulator", "expert", "scene", "tasks"}
+"""Names that several modules may have: the same thing of several packages."""
 
 
 def files(folder: str) -> list[Path]:
@@ -86,6 +88,11 @@ def test_no_file_and_no_function_is_too_long() -> None:
     ]
     assert long_files == []
     assert long_functions == []
+
+
+def test_no_two_modules_have_one_name() -> None:
+    names = Counter(path.stem for path in files("asyncrl") if path.stem not in SIBLINGS)
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_no_two_classes_have_one_name() -> None:

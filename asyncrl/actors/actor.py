@@ -13,11 +13,10 @@ import logging
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Final, Protocol
 
-from asyncrl.actors import slots
-from asyncrl.actors.slots import Backend, EpisodeStart, RowFailure, Slots, Stage, StartStream
+from asyncrl.actors.backend import Backend, EpisodeStart, RowFailure, Slots, Stage, build_episode, split_slots
 from asyncrl.config.sections import ActorSettings
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
 from asyncrl.devices.tensors import peak_memory
@@ -33,6 +32,18 @@ REPORT_EVERY: Final = 2.0  # Seconds between two reports
 CREDIT_WAIT: Final = 0.2  # Seconds an idle actor waits for credit before it reads messages and weights again
 RUNNING_PER_PREFETCH: Final = 4  # Running episodes per prefetched one, to hide the round trip of a request
 _log = logging.getLogger(__name__)
+
+
+class StartStream(Protocol):
+    """Starts of all groups: element n of an endless stream, a pure function of its settings and n."""
+
+    def __getitem__(self, n: int) -> EpisodeStart:
+        """Return the start of the episodes of grant `n`."""
+        ...
+
+    def left(self, quarantined: Collection[str]) -> int:
+        """Count the starts that are not quarantined; `replay.interface.ENDLESS` if they never run out."""
+        ...
 
 
 class ActorTelemetry:
@@ -107,7 +118,7 @@ class Actor:
         self.group_size, self.offload = group_size, offload
         self.startup_timeout, self.hang_timeout = startup_timeout, hang_timeout
         self.slots = Slots(settings.slots, run_seed=run_seed)
-        shares = slots.split_slots(settings.slots, settings.pipeline_stages)
+        shares = split_slots(settings.slots, settings.pipeline_stages)
         self._idle_stages = deque(Stage[Any](indices=indices) for indices in shares)
         self._busy_stages: deque[Stage[Any]] = deque()  # With a decision in flight, the oldest first
         self.version = -1
@@ -189,7 +200,7 @@ class Actor:
             if end is None:
                 self.telemetry.add_share(m.USEFUL_STEPS, steps, steps)
                 continue
-            finished = slots.finished_episode(
+            finished = build_episode(
                 self.slots.clear(index),
                 end,
                 group_size=self.group_size,

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.actors.slots import Backend, EpisodeEnd, EpisodeInProgress, RowFailure, Slots, Stage, TimedWork
+from asyncrl.actors.backend import Backend, EpisodeEnd, EpisodeInProgress, RowFailure, Slots, Stage, TimedWork
 from asyncrl.config.sections import ActorSettings
 from asyncrl.devices.streams import DeviceEvent, wait_for
 from asyncrl.episode_layout import SAMPLE_DTYPES

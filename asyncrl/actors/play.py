@@ -20,8 +20,7 @@ from typing import Any, Final, cast
 import numpy as np
 import torch
 
-from asyncrl.actors.imagination import CPU, Check, decision_tensors, find_failure, retry_rows_singly
-from asyncrl.actors.slots import (
+from asyncrl.actors.backend import (
     Backend,
     EpisodeEnd,
     EpisodeInProgress,
@@ -31,6 +30,7 @@ from asyncrl.actors.slots import (
     Slots,
     Stage,
 )
+from asyncrl.actors.imagination import CPU, Check, decision_tensors, find_failure, retry_rows_singly
 from asyncrl.devices.streams import DeviceEvent
 from asyncrl.errors import RunError
 from asyncrl.observability import metrics_system as m

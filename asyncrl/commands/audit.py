@@ -19,13 +19,13 @@ from asyncrl.config.help import ShortHelp
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, ImaginationSettings, SuccessFrames
 from asyncrl.errors import ConfigError
-from asyncrl.evaluation.evaluate import refuse_foreign_tasks
+from asyncrl.evaluation.success_rate import refuse_foreign_tasks
 from asyncrl.simulators.rollout import SEEDS_PER_EVALUATION, evaluation_plays
 
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl.evaluation.audit import Audit, AuditedEpisode, Models
+    from asyncrl.evaluation.imagined_and_true import Audit, AuditedEpisode, AuditModels
     from asyncrl.launch.named_models import RunSettings
 
 EPISODES: Final = 128
@@ -86,7 +86,7 @@ HELP: Final = ShortHelp(
 
 def main(arguments: list[str]) -> int:
     """Audit and print tables."""
-    from asyncrl.evaluation.audit import Audit, table
+    from asyncrl.evaluation.imagined_and_true import Audit, table
 
     config, run = _parse(arguments)
     check_json(config.json)
@@ -108,7 +108,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _write_curves(checkpoint: str, audits: dict[str, Audit]) -> None:
-    from asyncrl.evaluation.audit import metrics_of
+    from asyncrl.evaluation.imagined_and_true import metrics_of
     from asyncrl.launch.named_models import folder_part, run_of
     from asyncrl.observability.logger import start_command, write_curves
     from asyncrl.storage.assets import latest
@@ -196,9 +196,9 @@ def _audit_all(
     from tqdm import tqdm
 
     from asyncrl.devices.tensors import take_device
-    from asyncrl.evaluation.audit import audit
     from asyncrl.evaluation.contact_sheet import check_imagines
-    from asyncrl.evaluation.evaluate import check_fits
+    from asyncrl.evaluation.imagined_and_true import audit
+    from asyncrl.evaluation.success_rate import check_fits
     from asyncrl.launch.named_models import named_policy
     from asyncrl.simulators.pool import SimulatorPool
 
@@ -224,8 +224,8 @@ def _audit_all(
     return found
 
 
-def _load_models(config: AuditConfig, policy: str, device: torch.device) -> Models:
-    from asyncrl.evaluation.audit import Models
+def _load_models(config: AuditConfig, policy: str, device: torch.device) -> AuditModels:
+    from asyncrl.evaluation.imagined_and_true import AuditModels
     from asyncrl.launch.environment import tasks_of, with_world_defaults
     from asyncrl.launch.named_models import folder_part, named_policy, named_reward, named_world
     from asyncrl.policies.interface import SamplingParams
@@ -247,7 +247,7 @@ def _load_models(config: AuditConfig, policy: str, device: torch.device) -> Mode
     )
     world = named_world(config.world, config.world_settings)
     reward = named_reward(config.reward, world.folder, config.reward_settings)
-    return Models(
+    return AuditModels(
         policy=named_policy(policy, config.policy_settings).load(device),
         world=world.load(device, settings.imagination),
         reward=reward.load(device, list(tasks)),

@@ -13,8 +13,8 @@ from asyncrl.commands.evaluate import PlayConfig
 from asyncrl.config.bounds import PIXELS, SEEDS, AtLeast
 from asyncrl.config.help import ShortHelp
 from asyncrl.errors import ConfigError
-from asyncrl.evaluation.evaluate import acting, check_fits
-from asyncrl.fitting.recordings import episodes_per_part, must_be_new, write_part
+from asyncrl.evaluation.success_rate import acting, check_fits
+from asyncrl.fitting.recording_files import episodes_per_part, must_be_new, write_part
 from asyncrl.simulators.interface import Demonstrator, SimStart, SimulatorSource, SimulatorSpec, random_start
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import HELD_OUT, Act, Play, SimulatedEpisode, chosen_tasks, rollout

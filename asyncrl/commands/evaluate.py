@@ -14,7 +14,7 @@ from asyncrl import registry
 from asyncrl.config.bounds import PIXELS, SEEDS, THREADS, AtLeast, Bounded, Within
 from asyncrl.config.help import ShortHelp
 from asyncrl.errors import ConfigError
-from asyncrl.evaluation import evaluate
+from asyncrl.evaluation import success_rate
 from asyncrl.simulators.interface import Demonstrator
 from asyncrl.simulators.rollout import EPISODES, SEEDS_PER_EVALUATION, evaluation_plays
 
@@ -202,7 +202,7 @@ def _evaluate(config: EvaluateConfig, run: RunSettings | None) -> None:
         named = named_policy(config.checkpoint, config.policy_settings)
         policy, folder = named.load(take_device(config.device)), str(named.folder)
         sampling = SamplingParams(temperature=config.temperature, top_k=config.top_k)
-        act = evaluate.acting(policy, sampling, config.rows)
+        act = success_rate.acting(policy, sampling, config.rows)
     world: World[Any] | None = None
     if config.video:  # Its errors come before the episodes are played.
         contact_sheet.check_suffix(Path(config.video))
@@ -222,16 +222,16 @@ def _evaluate(config: EvaluateConfig, run: RunSettings | None) -> None:
     with SimulatorPool(source, config.workers) as pool:
         spec = pool.spec
         if policy is not None:
-            evaluate.check_fits(policy, spec)
+            success_rate.check_fits(policy, spec)
             if run is not None and not config.other_tasks:
-                evaluate.refuse_foreign_tasks(run.tasks, spec.tasks, config.simulator, OTHER_TASKS)
+                success_rate.refuse_foreign_tasks(run.tasks, spec.tasks, config.simulator, OTHER_TASKS)
         if world is not None:
             contact_sheet.check_imagines(world, spec)
         chosen = {name: getattr(config, name) for name in ("episodes", "seed", "tasks", "trials", "repeats")}
         plays = evaluation_plays(spec, **chosen)
         shown = contact_sheet.PAIRS if world is not None else 0
         on_frames = _movie_writer(Path(config.movies)) if config.movies else None
-        result, played = evaluate.evaluate(pool, act, plays, on_frames=on_frames, keep_frames=shown)
+        result, played = success_rate.evaluate(pool, act, plays, on_frames=on_frames, keep_frames=shown)
     print(table(result))
     if spec.protocol:
         print(spec.protocol)
@@ -249,7 +249,7 @@ def _write_json(
     checkpoint: str,
     source: SimulatorSource,
     spec: SimulatorSpec,
-    result: evaluate.Evaluation,
+    result: success_rate.Evaluation,
     episodes: list[SimulatedEpisode],
 ) -> None:
     names = ("max_steps", "image_size", "protocol")
@@ -259,7 +259,7 @@ def _write_json(
     if checkpoint == EXPERT:
         player = {"expert": asdict(config.expert)}
     content = {"checkpoint": checkpoint, "seed": config.seed} | player | {"simulator": simulator}
-    content |= result.as_dict() | {"episodes": [evaluate.episode_row(episode) for episode in episodes]}
+    content |= result.as_dict() | {"episodes": [success_rate.episode_row(episode) for episode in episodes]}
     Path(config.json).write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
@@ -275,7 +275,7 @@ def _movie_writer(folder: Path) -> Callable[[SimulatedEpisode], None]:
     return write
 
 
-def table(result: evaluate.Evaluation) -> str:
+def table(result: success_rate.Evaluation) -> str:
     """Format the success rates as aligned rows."""
     width = max(len(task) for task in [*result.by_task, "all tasks"])
     rows = [f"{task:<{width}}  {rate}" for task, rate in result.by_task.items()]

@@ -13,7 +13,7 @@ import tyro
 from asyncrl.config.help import subcommands
 from asyncrl.devices.tensors import take_device
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.recordings import FrameFile, Recordings
+from asyncrl.fitting.recording_files import FrameFile, Recordings
 from asyncrl.fitting.settings import (
     FitDecoder,
     FitKeyframes,

@@ -104,7 +104,7 @@ class Rounds:
     """The stages of a command line and their outputs."""
 
     def __init__(self, pace: PaceConfig, train_flags: Sequence[str], train: TrainConfig) -> None:
-        from asyncrl.evaluation.evaluate import simulator_of_tasks
+        from asyncrl.evaluation.success_rate import simulator_of_tasks
         from asyncrl.launch.named_models import folder_part
         from asyncrl.simulators.interface import SimulatorSource
         from asyncrl.storage.assets import simulator_named, start_states_path, world_folder

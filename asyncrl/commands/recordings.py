@@ -12,7 +12,7 @@ import tyro
 from asyncrl.config.bounds import Bounded
 from asyncrl.config.help import subcommands
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.recordings import RecordingFile, must_be_new, read_part, recording_files
+from asyncrl.fitting.recording_files import RecordingFile, must_be_new, read_part, recording_files
 from asyncrl.fitting.settings import DataSetSettings
 from asyncrl.replay_tools.episodes import table
 

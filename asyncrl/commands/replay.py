@@ -20,7 +20,7 @@ from asyncrl.config.help import subcommands
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.records import Episode, StartState
 from asyncrl.replay_tools.episodes import ReplayCommand, find_group
-from asyncrl.replay_tools.export import Export
+from asyncrl.replay_tools.export_episodes import Export
 from asyncrl.replay_tools.files import Compact, Prune, Verify
 from asyncrl.replay_tools.pictures import Comparison, Sheet, Video, comparison_table
 from asyncrl.replay_tools.tables import ListEpisodes, Show, Stats
@@ -55,7 +55,7 @@ class Imagine(ReplayCommand):
     def run(self) -> int:
         """Print the table; 1 if a member differs."""
         from asyncrl.devices.tensors import take_device
-        from asyncrl.evaluation.audit import imagine_group
+        from asyncrl.evaluation.imagined_and_true import imagine_group
         from asyncrl.launch.environment import build_world_model, rows_of_a_pass
         from asyncrl.storage.assets import simulator_named
 
@@ -139,7 +139,7 @@ def _logprobs(
     run: Path, config: TrainConfig, episodes: Sequence[Episode], device: torch.device
 ) -> list[np.ndarray]:
     """Compute the log-probs of the stored samples by the policies that are left; print which are."""
-    from asyncrl.evaluation.audit import logprobs_again
+    from asyncrl.evaluation.imagined_and_true import logprobs_again
     from asyncrl.launch.named_models import load_policy_version
     from asyncrl.storage import checkpoint
 

@@ -61,7 +61,7 @@ class ListSimulators:
 
     def run(self) -> int:
         """Print a line each; those that cannot be used here stand below, by the reason."""
-        from asyncrl.observability.console import hanging
+        from asyncrl.observability.terminal import hanging
         from asyncrl.simulators.interface import SimulatorSource
 
         unusable: dict[str, list[str]] = {}

@@ -89,7 +89,7 @@ def main(arguments: list[str]) -> int:
     if config.inline:
         from asyncrl.launch.inline import run
     else:
-        from asyncrl.launch.train import run
+        from asyncrl.launch.rank import run
     return run(config)
 
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Final
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AsyncRLError
-from asyncrl.observability.console import hanging
 from asyncrl.observability.signals import BlockingThread
+from asyncrl.observability.terminal import hanging
 from asyncrl.records import ActionSpec, SlotBytes, StartState
 
 if TYPE_CHECKING:

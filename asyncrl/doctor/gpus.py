@@ -153,7 +153,7 @@ def check_device_memory(examination: Examination) -> Finding | None:
 
 def rank_needs(config: TrainConfig, sizes: Sizes, placement: Placement, rank: int) -> int:
     """Estimate the bytes on a rank's device: weights, training state, versions on their way, activations."""
-    from asyncrl.actors.slots import split_slots
+    from asyncrl.actors.backend import split_slots
 
     roles = placement.roles(rank)
     needed = (

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Final
 
-from asyncrl.evaluation.evaluate import Evaluation
+from asyncrl.evaluation.success_rate import Evaluation
 from asyncrl.storage import checkpoint
 from asyncrl.storage.atomic import publish, write_text
 from asyncrl.storage.checkpoint import clean_up, keep_copy

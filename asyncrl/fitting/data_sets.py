@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from asyncrl.config.bounds import PIXELS
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.recordings import EpisodeArrays, FrameFile, Looks
+from asyncrl.fitting.recording_files import EpisodeArrays, FrameFile, Looks
 from asyncrl.fitting.settings import NONE, DataSetSettings
 from asyncrl.records import dummy_action
 from asyncrl.simulators.interface import SimStart

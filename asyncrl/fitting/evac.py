@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from asyncrl.devices.tensors import to_device, to_signed
 from asyncrl.errors import ConfigError, first_line
 from asyncrl.fitting.loop import BatchSource, Schedule, minimise, prepared, prepared_network
-from asyncrl.fitting.recordings import Recordings
+from asyncrl.fitting.recording_files import Recordings
 from asyncrl.fitting.settings import Size
 from asyncrl.fitting.world import (
     REDUCTION,

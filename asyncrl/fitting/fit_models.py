@@ -21,7 +21,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from asyncrl.devices.tensors import to_signed
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.loop import WARMUP, BatchSource, Schedule, minimise, prepared
-from asyncrl.fitting.recordings import FIRST_SIMULATOR, FrameFile, Frames, Recordings, blocks
+from asyncrl.fitting.recording_files import FIRST_SIMULATOR, FrameFile, Frames, Recordings, blocks
 from asyncrl.fitting.settings import Size
 from asyncrl.policies.action_tokens import BINS, NormStats, encode, normalise, opening_of
 from asyncrl.policies.interface import PolicyInputs, SamplingParams

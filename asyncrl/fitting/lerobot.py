@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError, first_line
 from asyncrl.fitting.data_sets import DataSet, check_numbers, decode_picture, place_picture
-from asyncrl.fitting.recordings import Looks
+from asyncrl.fitting.recording_files import Looks
 from asyncrl.fitting.settings import DataSetSettings
 from asyncrl.simulators.interface import SimStart, plain_task
 from asyncrl.simulators.rollout import SimulatedEpisode

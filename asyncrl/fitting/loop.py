@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from asyncrl.devices.tensors import to_device
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.fitting.recordings import Frames, blocks
+from asyncrl.fitting.recording_files import Frames, blocks
 from asyncrl.observability import process_status
 
 WARMUP: Final = 200

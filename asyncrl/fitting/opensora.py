@@ -19,7 +19,7 @@ from torch import Tensor
 from asyncrl.devices.tensors import to_device
 from asyncrl.fitting.fit_models import LEAST_RANGE, action_percentiles
 from asyncrl.fitting.loop import Schedule, minimise, prepared
-from asyncrl.fitting.recordings import Recordings
+from asyncrl.fitting.recording_files import Recordings
 from asyncrl.fitting.settings import Size
 from asyncrl.fitting.world import FrameByFrameFit, Latents, WorldOptions, check_picture_size, window_rows
 from asyncrl.worlds.layers import FrameVae, FrameVaeConfig

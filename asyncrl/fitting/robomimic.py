@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError, first_line
 from asyncrl.fitting.data_sets import DataSet, check_numbers, place_picture
-from asyncrl.fitting.recordings import UNREADABLE, Looks
+from asyncrl.fitting.recording_files import UNREADABLE, Looks
 from asyncrl.fitting.settings import NONE, DataSetSettings
 from asyncrl.records import DUMMY_ACTION
 from asyncrl.rewards.libero_tasks import SUITES

@@ -11,10 +11,10 @@ import numpy as np
 from tqdm import tqdm
 
 from asyncrl.errors import AssetError, ConfigError
-from asyncrl.fitting import recordings
+from asyncrl.fitting import recording_files as recordings
 from asyncrl.fitting.data_sets import AS_STORED, DataSet
 from asyncrl.fitting.lerobot import LeRobotFolder, is_lerobot
-from asyncrl.fitting.recordings import RATE, FrameFile, RecordingFile, Recordings
+from asyncrl.fitting.recording_files import RATE, FrameFile, RecordingFile, Recordings
 from asyncrl.fitting.robomimic import RobomimicFile, is_robomimic
 from asyncrl.fitting.settings import DataSetSettings
 

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from asyncrl.errors import ConfigError, first_line
 from asyncrl.fitting.data_sets import decode_picture, place_picture
-from asyncrl.fitting.recordings import Recordings
+from asyncrl.fitting.recording_files import Recordings
 from asyncrl.fitting.settings import DataSetSettings
 from asyncrl.records import ACTION_DIM, CHUNK, StartState
 from asyncrl.simulators.interface import plain_task

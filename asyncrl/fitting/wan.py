@@ -22,7 +22,7 @@ from asyncrl.devices.tensors import to_uint8
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.fit_models import LEAST_RANGE, action_percentiles
 from asyncrl.fitting.loop import ONE_RANK, FitRanks, Schedule, minimise, prepared
-from asyncrl.fitting.recordings import FrameFile, Recordings
+from asyncrl.fitting.recording_files import FrameFile, Recordings
 from asyncrl.fitting.settings import Size
 from asyncrl.fitting.world import (
     CLIP_FRAMES,

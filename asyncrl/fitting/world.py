@@ -27,7 +27,7 @@ from tqdm import tqdm
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.fitting.loop import BatchSource, Schedule, minimise, prepared
-from asyncrl.fitting.recordings import FrameFile, Recordings
+from asyncrl.fitting.recording_files import FrameFile, Recordings
 from asyncrl.fitting.settings import CONTEXT_SIGMA, Size
 from asyncrl.records import CHUNK
 from asyncrl.worlds.files import AS_SAVED, world_class, world_kind

@@ -23,7 +23,7 @@ from asyncrl.config.sections import WorldDefaults
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
 from asyncrl.devices.tensors import take_device, use_compiler_cache
 from asyncrl.errors import ConfigError
-from asyncrl.evaluation.evaluate import simulator_of_tasks
+from asyncrl.evaluation.success_rate import simulator_of_tasks
 from asyncrl.launch.environment import WorldFiles, check_environment, offload_idle, with_world_defaults
 from asyncrl.launch.job import Hosts, Job, RunInfo, open_store
 from asyncrl.launch.named_models import build_policy, named_policy, named_world
@@ -32,10 +32,10 @@ from asyncrl.launch.simulated import SimulatorFiles
 from asyncrl.learner.forward import Reference
 from asyncrl.learner.fsdp import shard
 from asyncrl.learner.learner import Learner, LoopSettings, WriteRow
-from asyncrl.learner.metrics import Throughput
 from asyncrl.learner.ranks import LearnerRanks, joined_ranks
 from asyncrl.learner.recipe import build_recipe
 from asyncrl.learner.update import Update
+from asyncrl.learner.update_metrics import Throughput
 from asyncrl.learner.weight_export import acting_types, acting_weights, copy_policy
 from asyncrl.policies.acceleration import compile_blocks
 from asyncrl.policies.interface import Policy

@@ -36,7 +36,7 @@ JOINED = "joined"
 """Name of the key in it for actors that join."""
 
 if TYPE_CHECKING:
-    from asyncrl.weights.server import ServerSettings
+    from asyncrl.weights.weight_server import ServerSettings
 
 
 def check(config: TrainConfig, placement: Placement, hosts: Hosts, job: Job) -> None:
@@ -171,7 +171,7 @@ def _remove_left_over(note: Path, identity: RunIdentity) -> None:
 
 def weight_settings(config: TrainConfig, hosts: Hosts, keys: str, identity: RunIdentity) -> ServerSettings:
     """Return settings of the weights' socket: by default next to the replay's, on a free port."""
-    from asyncrl.weights.server import ServerSettings  # Loads torch, which the replay must not.
+    from asyncrl.weights.weight_server import ServerSettings  # Loads torch, which the replay must not.
 
     default = f"{hosts.replay.rpartition(':')[0]}:0" if hosts.replay.startswith("tcp") else ""
     return ServerSettings(

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.actors.actor import Actor
+from asyncrl.actors.backend import split_slots
 from asyncrl.actors.imagination import WorldBackend
-from asyncrl.actors.slots import split_slots
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import WorldDefaults
 from asyncrl.devices.offload import NO_OFFLOAD, HoldsAddresses, IdleOffload, OffloadedTensors

@@ -26,7 +26,8 @@ from asyncrl.devices.tensors import take_device
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.evaluation import run_checkpoints
 from asyncrl.evaluation.contact_sheet import judge, unjudged, write_judged_movie, write_judged_sheet
-from asyncrl.evaluation.evaluate import (
+from asyncrl.evaluation.run_checkpoints import EvaluatedVersion, RunCheckpoints, is_due
+from asyncrl.evaluation.success_rate import (
     Evaluation,
     acting,
     check_fits,
@@ -34,7 +35,6 @@ from asyncrl.evaluation.evaluate import (
     simulator_of_tasks,
     summarise,
 )
-from asyncrl.evaluation.run_checkpoints import EvaluatedVersion, RunCheckpoints, is_due
 from asyncrl.launch.children import Supervisor
 from asyncrl.launch.environment import WorldFiles, build_world_model, check_environment
 from asyncrl.launch.named_models import load_policy_version, sampling_of

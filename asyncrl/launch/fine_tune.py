@@ -18,7 +18,7 @@ from asyncrl.devices.tensors import take_device
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.fit_models import action_statistics, check_imitable, fit_policy, write_statistics
 from asyncrl.fitting.loop import FitRanks, Schedule, parts_of
-from asyncrl.fitting.recordings import Frames, Recordings
+from asyncrl.fitting.recording_files import Frames, Recordings
 from asyncrl.fitting.settings import FitPolicy, FitWorld
 from asyncrl.fitting.world import WorldOptions, check_same_size, fit_class, load_fitted
 from asyncrl.launch.job import read_job

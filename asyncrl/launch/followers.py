@@ -219,7 +219,7 @@ def relay_weights(config: TrainConfig, info: RunInfo, hosts: Hosts, job: Job, en
     from asyncrl.weights.interface import PULL
     from asyncrl.weights.publisher import BroadcastPublisher
     from asyncrl.weights.receiver import Relay, WeightReceiver
-    from asyncrl.weights.server import ServerSettings
+    from asyncrl.weights.weight_server import ServerSettings
 
     deadline, identity, folder = config.weights.timeout, info.identity, private_folder()
     ending.callback(shutil.rmtree, folder, ignore_errors=True)

@@ -16,9 +16,9 @@ from asyncrl.launch.named_models import build_policy
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import process_status
 from asyncrl.observability.background_file import logged_to
-from asyncrl.observability.console import steady_console
 from asyncrl.observability.signals import StopFlag, raise_limit
-from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
+from asyncrl.observability.terminal import steady_console
+from asyncrl.replay.inline_ports import InProcessActorPort, InProcessLearnerPort
 from asyncrl.storage import run_folder
 from asyncrl.weights.transports.in_process import build_in_process
 

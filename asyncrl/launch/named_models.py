@@ -18,7 +18,7 @@ from asyncrl import registry
 from asyncrl.config.run import TrainConfig, load_file
 from asyncrl.devices.float8 import check_device
 from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
-from asyncrl.evaluation.evaluate import simulator_of_tasks
+from asyncrl.evaluation.success_rate import simulator_of_tasks
 from asyncrl.policies.acceleration import FLAG, enable_gradient_checkpointing, use_float8_where_frozen
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.policies.lora import add_lora

@@ -16,9 +16,9 @@ from asyncrl.launch import endpoints
 from asyncrl.launch.job import Job, RunInfo, read_job
 from asyncrl.launch.placement import RELAYED, Placement, parse_placement, threads_of_actor, transport_of
 from asyncrl.observability import process_status, waits
+from asyncrl.replay.buffer import Replay
 from asyncrl.replay.interface import ANY_FORMAT, EpisodeFormat
 from asyncrl.replay.limiter import Limiter
-from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
 from asyncrl.storage import run_owner
 from asyncrl.storage.run_folder import REPLAY

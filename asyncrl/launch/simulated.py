@@ -16,7 +16,7 @@ import numpy as np
 from asyncrl import registry
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.evaluation.evaluate import check_fits
+from asyncrl.evaluation.success_rate import check_fits
 from asyncrl.launch.named_models import sampling_of
 from asyncrl.observability.logger import flat
 from asyncrl.policies.interface import Policy

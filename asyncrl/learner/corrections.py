@@ -24,7 +24,7 @@ from torch import Tensor
 from asyncrl.config.algorithm import CorrectionLevel, CorrectionSettings, Level
 from asyncrl.learner.advantages import vtrace
 from asyncrl.learner.losses import MAX_LOG_RATIO, log_ratio, reduce_to_level, summed, valid_units
-from asyncrl.learner.metrics import MetricAccumulator
+from asyncrl.learner.update_metrics import MetricAccumulator
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import LAG_RANGES
 

@@ -23,9 +23,9 @@ from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
 from asyncrl.devices.tensors import host_peak, peak_memory
 from asyncrl.errors import CheckpointError, RunError, SampleTimeout
 from asyncrl.learner.batches import batch_metrics, build_batch, group_outcome
-from asyncrl.learner.metrics import Throughput
 from asyncrl.learner.ranks import Groups, fetch_shard, not_finite
 from asyncrl.learner.update import Update
+from asyncrl.learner.update_metrics import Throughput
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import process_status, waits
 from asyncrl.observability.metrics import Metric

@@ -24,8 +24,8 @@ from asyncrl.learner.corrections import staleness_metrics
 from asyncrl.learner.forward import PADDING_ROW, PolicyForward, longest_first
 from asyncrl.learner.interface import AdvantagesAndTargets, OldPolicy
 from asyncrl.learner.losses import aggregation_weights, has_advantage, log_ratio, sum_per_episode, valid_units
-from asyncrl.learner.metrics import MetricAccumulator
 from asyncrl.learner.recipe import Recipe
+from asyncrl.learner.update_metrics import MetricAccumulator
 
 
 @dataclass(kw_only=True)

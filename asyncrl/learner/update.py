@@ -30,7 +30,6 @@ from asyncrl.learner.corrections import beyond_trust_region, k3, staleness_metri
 from asyncrl.learner.forward import PADDING_ROW, PolicyForward, Reference
 from asyncrl.learner.fsdp import summed_gradient
 from asyncrl.learner.losses import has_advantage, kl_penalty, log_ratio, valid_units, value_loss
-from asyncrl.learner.metrics import MetricAccumulator, effective_sample_size, variance
 from asyncrl.learner.optimizer import ClippedOptimizer
 from asyncrl.learner.prepare import (
     LossInputs,
@@ -41,6 +40,7 @@ from asyncrl.learner.prepare import (
 )
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.recipe import Recipe, build_recipe
+from asyncrl.learner.update_metrics import MetricAccumulator, effective_sample_size, variance
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import process_status
 from asyncrl.observability.metrics import LAG_RANGES, Metric

@@ -21,8 +21,8 @@ from typing import Any, Final, TextIO
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import waits
 from asyncrl.observability.background_file import CONSOLE, BackgroundFile
-from asyncrl.observability.console import COLUMNS, TRUTH, Column, columns_in, header, render
 from asyncrl.observability.metrics import Metric, Readings
+from asyncrl.observability.terminal import COLUMNS, TRUTH, Column, columns_in, header, render
 from asyncrl.storage.atomic import replacing
 from asyncrl.storage.untrusted import make_folder, parse_row, reading
 

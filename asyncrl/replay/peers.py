@@ -12,8 +12,8 @@ from asyncrl import __version__
 from asyncrl.errors import WireError
 from asyncrl.messaging.episode_codec import Buffer
 from asyncrl.messaging.wire import Message, encode
+from asyncrl.replay.buffer import Replay
 from asyncrl.replay.connection import RANK, VISITOR, JoinSettings
-from asyncrl.replay.replay import Replay
 from asyncrl.storage.run_owner import RunIdentity
 
 NAME_RESERVED: Final = 5.0

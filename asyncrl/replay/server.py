@@ -24,10 +24,10 @@ from asyncrl.messaging.sockets import LINGER_MS, ConnectionGuard, bind_router
 from asyncrl.messaging.wire import WITH_EPISODE, Message, decode
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.process_status import set_activity
+from asyncrl.replay.buffer import Replay
 from asyncrl.replay.connection import NO_SETTINGS, JoinSettings
 from asyncrl.replay.interface import CAUSES, REPORTED, GroupFailure
 from asyncrl.replay.peers import Peers, PeerSender
-from asyncrl.replay.replay import Replay
 from asyncrl.replay.sampling import BatchChooser
 from asyncrl.replay.state import ReplayState
 from asyncrl.storage.run_owner import NO_RUN, RunIdentity

@@ -1,7 +1,7 @@
 """Publisher and Receiver, the two ends of the weight channel; Transport, the carrier of its bytes.
 
-All receivers agree with the learner through one socket (`server`). The bytes come by shared memory, CUDA
-IPC or NCCL; with `pull` in pieces over the socket, from any host.
+All receivers agree with the learner through one socket (`weight_server`). The bytes come by shared memory,
+CUDA IPC or NCCL; with `pull` in pieces over the socket, from any host.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from asyncrl.observability.metrics import Metric
 from asyncrl.weights import interface, packing
 from asyncrl.weights.buffers import DoubleBuffer, PackedVersion
 from asyncrl.weights.interface import POLL_SECONDS, Link, Publisher, TransportSession, WeightSource
-from asyncrl.weights.server import GOODBYE, ServerSettings, Subscriber, WeightServer
+from asyncrl.weights.weight_server import GOODBYE, ServerSettings, Subscriber, WeightServer
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]

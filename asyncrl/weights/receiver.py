@@ -1,7 +1,7 @@
 """Receive the learner's versions, and swap the newest one into the policy between two decisions.
 
-The receiver's thread handles the messages of the learner's socket (`server`), also while it forms a link,
-receives or fetches: a newer epoch or the end of the run ends these.
+The receiver's thread handles the messages of the learner's socket (`weight_server`), also while it forms a
+link, receives or fetches: a newer epoch or the end of the run ends these.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from asyncrl.storage.run_owner import NO_RUN, RunIdentity
 from asyncrl.weights import interface, packing
 from asyncrl.weights.buffers import BufferedReceiver
 from asyncrl.weights.interface import ABORT_SECONDS, PULL, Link, Publisher, TransportSession, WholeTensors
-from asyncrl.weights.server import WakeableSocket
+from asyncrl.weights.weight_server import WakeableSocket
 
 IN_FLIGHT: Final = 8  # Pieces requested at the same time, at most
 HEARTBEAT: Final = 0.5  # Seconds between two questions for a newer version

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from asyncrl.actors import actor as actor_module
+from asyncrl.actors.backend import EpisodeInProgress, PendingEpisode, Slots, Stage, build_episode
 from asyncrl.actors.imagination import WorldBackend
-from asyncrl.actors.slots import EpisodeInProgress, PendingEpisode, Slots, Stage, finished_episode
 from asyncrl.config.sections import ActorSettings, SuccessFrames
 from asyncrl.episode_layout import episode_arrays, problem_with
 from asyncrl.errors import SampleTimeout
@@ -20,7 +20,7 @@ from asyncrl.learner.batches import valid_steps
 from asyncrl.observability import metrics_system as s
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.records import Episode, episode_seed, noise_seed, sampling_seed
-from asyncrl.replay.in_process import InProcessLearnerPort
+from asyncrl.replay.inline_ports import InProcessLearnerPort
 from asyncrl.replay.interface import GroupGrant
 from asyncrl.weights.interface import ChannelClosed
 from support.replay import next_batch
@@ -137,7 +137,7 @@ def finish(
     ending = WorldBackend(nothing, world, nothing, nothing, rule=rule).episode_end(episode)
     if ending is None:
         return None
-    return finished_episode(
+    return build_episode(
         episode,
         ending,
         group_size=GROUP,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.actors.backend import PendingEpisode, Slots, Stage
 from asyncrl.actors.imagination import WorldBackend
-from asyncrl.actors.slots import PendingEpisode, Slots, Stage
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, ImaginationSettings
 from asyncrl.launch.environment import Environment, build_imagination, build_world_model

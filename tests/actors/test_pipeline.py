@@ -13,7 +13,7 @@ import torch
 
 from asyncrl.actors import imagination
 from asyncrl.actors.actor import ActorTelemetry
-from asyncrl.actors.slots import Stage, split_slots
+from asyncrl.actors.backend import Stage, split_slots
 from asyncrl.config.sections import ActorSettings
 from asyncrl.devices import streams
 from asyncrl.devices.offload import NO_OFFLOAD

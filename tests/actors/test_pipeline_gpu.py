@@ -20,7 +20,7 @@ from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import metrics_system as m
 from asyncrl.policies.interface import ActResult, SamplingParams
 from asyncrl.records import StartState
-from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
+from asyncrl.replay.inline_ports import InProcessActorPort, InProcessLearnerPort
 from asyncrl.weights.interface import WholeTensors
 from asyncrl.weights.transports.in_process import build_in_process
 from asyncrl.worlds.start_states import StartStateStream

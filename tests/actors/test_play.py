@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.actors.actor import Actor
+from asyncrl.actors.backend import Slots, Stage, build_episode
 from asyncrl.actors.play import MOST_RESTARTS, SimulatorBackend
-from asyncrl.actors.slots import Slots, Stage, finished_episode
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, ReplaySettings
@@ -26,7 +26,7 @@ from asyncrl.launch.simulated import TrainingStarts
 from asyncrl.observability import metrics_system as m
 from asyncrl.policies.interface import ActResult, SamplingParams
 from asyncrl.records import ActionSpec, Episode, episode_seed, noise_seed, sampling_seed
-from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
+from asyncrl.replay.inline_ports import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.interface import GroupGrant
 from asyncrl.simulators.interface import SimStart, SimulatorSource, SimulatorSpec, random_start
 from asyncrl.simulators.pool import SimulatorPool, SlotAnswer
@@ -119,7 +119,7 @@ def finish(
         for index in slots.live:
             episode = slots.episode(index)
             if episode.decisions and (ending := play.episode_end(episode)) is not None:
-                made = finished_episode(
+                made = build_episode(
                     slots.clear(index), ending, group_size=8, actor="a", world_version=play.world_version,
                     sampling=SamplingParams(temperature=1.0),
                 )  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl import cli
-from asyncrl.evaluation.audit import AuditedEpisode, table
+from asyncrl.evaluation.imagined_and_true import AuditedEpisode, table
 from support.event_files import curves_in
 from support.tiny_models import write_models
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.evaluation import run_checkpoints
-from asyncrl.evaluation.evaluate import Evaluation, SuccessRate
 from asyncrl.evaluation.run_checkpoints import RunCheckpoints, is_due
+from asyncrl.evaluation.success_rate import Evaluation, SuccessRate
 from asyncrl.storage import checkpoint
 from asyncrl.storage.checkpoint import clean_up, forget_best_after
 from asyncrl.storage.run_folder import BEFORE, BEST, HELD

@@ -14,7 +14,7 @@ from asyncrl.commands.fit import main as fit
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.fit_models import action_statistics, patch_size
 from asyncrl.fitting.loop import Schedule
-from asyncrl.fitting.recordings import Recordings
+from asyncrl.fitting.recording_files import Recordings
 from asyncrl.fitting.wan import ActionScale, measured_scale, take_raw, take_scaled, windows
 from asyncrl.fitting.world import WorldOptions, fit_class
 from asyncrl.policies.openvla.policy import load_policy

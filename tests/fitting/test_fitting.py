@@ -15,7 +15,7 @@ from asyncrl.commands.collect import record, training_starts
 from asyncrl.errors import AssetError, ConfigError, RunError
 from asyncrl.fitting.fit_models import examples, fit_policy
 from asyncrl.fitting.loop import Schedule, learning_rate_at, minimise
-from asyncrl.fitting.recordings import Recordings, must_be_new, write_part
+from asyncrl.fitting.recording_files import Recordings, must_be_new, write_part
 from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.wan import stream_of, windows
 from asyncrl.fitting.world import Latents

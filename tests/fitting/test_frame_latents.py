@@ -31,7 +31,7 @@ from asyncrl.fitting.evac import (
 )
 from asyncrl.fitting.loop import BatchSource, Schedule
 from asyncrl.fitting.opensora import OpenSoraFit, measured_range
-from asyncrl.fitting.recordings import Recordings
+from asyncrl.fitting.recording_files import Recordings
 from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.starts import first_states
 from asyncrl.fitting.world import CLIP_FRAMES, FittedWorld, WorldOptions, fit_class

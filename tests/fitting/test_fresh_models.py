@@ -23,7 +23,7 @@ from asyncrl.fitting.fit_models import (
     tokens_of,
 )
 from asyncrl.fitting.loop import Schedule
-from asyncrl.fitting.recordings import Recordings
+from asyncrl.fitting.recording_files import Recordings
 from asyncrl.fitting.settings import FitPolicy, FitWorld
 from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.world import Size, WorldOptions, fit_class

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl import cli
 from asyncrl.errors import AssetError, ConfigError
-from asyncrl.fitting.recordings import Recordings
+from asyncrl.fitting.recording_files import Recordings
 from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.starts import keyframe_states, keyframes
 from asyncrl.records import StartState

@@ -17,7 +17,7 @@ from PIL import Image
 
 from asyncrl.commands.recordings import main as recordings_command
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.recordings import read_part
+from asyncrl.fitting.recording_files import read_part
 from asyncrl.fitting.settings import DataSetSettings
 from asyncrl.fitting.sources import load_recordings
 from support.datasets import TOP, TOWEL, WRIST, Sampled, sampled, smooth_pictures

@@ -17,7 +17,7 @@ from asyncrl.commands.fit import main as fit
 from asyncrl.errors import AssetError, ConfigError
 from asyncrl.fitting.fit_models import fit_policy, shown_to
 from asyncrl.fitting.loop import BatchSource, Schedule
-from asyncrl.fitting.recordings import FrameFile, Recordings, cache_folder
+from asyncrl.fitting.recording_files import FrameFile, Recordings, cache_folder
 from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.wan import encode_recordings, redraw, windows
 from asyncrl.fitting.world import average_pictures, reconstruction_loss

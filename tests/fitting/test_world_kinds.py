@@ -21,7 +21,7 @@ from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.fitting import world as worlds
 from asyncrl.fitting.loop import Schedule
-from asyncrl.fitting.recordings import Recordings
+from asyncrl.fitting.recording_files import Recordings
 from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.starts import first_states
 from asyncrl.fitting.world import KINDS, WorldOptions, fit_class, load_fitted

@@ -45,7 +45,7 @@ def actor_of(run: Path) -> int:
 def test_a_filter_that_leaves_nothing_ends_the_run_well(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.replay.replay.MAX_FILTERED_BATCHES", 3)
+    monkeypatch.setattr("asyncrl.replay.buffer.MAX_FILTERED_BATCHES", 3)
     run = tmp_path / "run"
     more = ["--inline", "--updates", "5", "--run-dir", str(run), "--actor.success-threshold", "1.0"]
     more += ["--algorithm.filter-groups"]

@@ -20,7 +20,7 @@ from asyncrl.observability import metrics_system as m
 from asyncrl.storage import run_owner
 from asyncrl.weights.publisher import BroadcastPublisher
 from asyncrl.weights.receiver import WeightReceiver
-from asyncrl.weights.server import ServerSettings
+from asyncrl.weights.weight_server import ServerSettings
 from support.weights import PATIENCE, channel_folder, policy, raw, source, swap_until
 
 HOSTS = Hosts(names=("node-1", "node-2"), first_ranks=(0, 1), size=3, addresses=("", ""))

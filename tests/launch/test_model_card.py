@@ -12,8 +12,8 @@ from huggingface_hub import ModelCard
 from asyncrl.config.run import TrainConfig, to_json
 from asyncrl.errors import CheckpointError
 from asyncrl.evaluation import run_checkpoints
-from asyncrl.evaluation.evaluate import SuccessRate
 from asyncrl.evaluation.run_checkpoints import EvaluatedVersion
+from asyncrl.evaluation.success_rate import SuccessRate
 from asyncrl.policies.openvla.export import about_run, card
 from asyncrl.storage import run_folder
 from asyncrl.storage.checkpoint import _write_state

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncrl.learner.metrics import MetricAccumulator, variance
 from asyncrl.learner.ranks import LearnerRanks
+from asyncrl.learner.update_metrics import MetricAccumulator, variance
 from asyncrl.observability import metrics_training as m
 
 

@@ -12,11 +12,11 @@ from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, Crit
 from asyncrl.config.sections import OptimizerSettings
 from asyncrl.learner.batches import build_batch
 from asyncrl.learner.forward import PolicyForward
-from asyncrl.learner.metrics import MetricAccumulator
 from asyncrl.learner.optimizer import learning_rate_share
 from asyncrl.learner.prepare import build_minibatch, prepare_batch, split_minibatches
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.recipe import build_recipe
+from asyncrl.learner.update_metrics import MetricAccumulator
 from support.table_policy import TablePolicy, groups_of
 
 

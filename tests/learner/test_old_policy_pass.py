@@ -19,10 +19,10 @@ from asyncrl.learner import prepare
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.forward import PolicyForward, Reference
 from asyncrl.learner.interface import AdvantagesAndTargets
-from asyncrl.learner.metrics import MetricAccumulator
 from asyncrl.learner.prepare import split_minibatches
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.recipe import build_recipe
+from asyncrl.learner.update_metrics import MetricAccumulator
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
 from support.slow_update import Table, name_of, recipe, stale_batch

@@ -13,10 +13,10 @@ from torch import Tensor
 from asyncrl.episode_layout import problem_with
 from asyncrl.learner.batches import Batch, batch_metrics, build_batch, group_outcome
 from asyncrl.learner.forward import PolicyForward
-from asyncrl.learner.metrics import MetricAccumulator
 from asyncrl.learner.prepare import PreparedBatch, prepare_batch
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.recipe import build_recipe
+from asyncrl.learner.update_metrics import MetricAccumulator
 from asyncrl.observability import metrics_training as m
 from asyncrl.records import EndReason, Episode
 from support.slow_update import recipe

@@ -13,9 +13,9 @@ from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.launch.build import build_update
 from asyncrl.learner.batches import Batch, build_batch
-from asyncrl.learner.metrics import Throughput, forward_flops, peak_flops
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.update import update_loss
+from asyncrl.learner.update_metrics import Throughput, forward_flops, peak_flops
 from asyncrl.observability import metrics_system as m
 from support.ranks import run_ranks
 from support.table_policy import BINS, Evaluation, TableActorCritic, TablePolicy, groups_of

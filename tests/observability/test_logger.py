@@ -11,8 +11,8 @@ from PIL import Image
 
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
-from asyncrl.observability.console import header, render
 from asyncrl.observability.logger import Curves, MetricsLogger, write_curves
+from asyncrl.observability.terminal import header, render
 from support.event_files import curves_in, events_in, pictures_in
 
 VALUES = {

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.observability import console, process_status, waits
 from asyncrl.observability import metrics_system as s
-from asyncrl.observability.console import hanging, status_line
+from asyncrl.observability import process_status, terminal, waits
 from asyncrl.observability.process_status import Process, ThreadActivity
+from asyncrl.observability.terminal import hanging, status_line
 from asyncrl.storage import checkpoint
 from support import child_environment
 from support.tiny_models import write_models
@@ -27,12 +27,12 @@ from support.whole_runs import TRAIN, environment, left_over, reach, rows
 WRITER = """
 import logging, sys, time
 from pathlib import Path
-from asyncrl.observability import console, process_status
-console.STALLED_SECONDS = 0.3
+from asyncrl.observability import terminal, process_status
+terminal.STALLED_SECONDS = 0.3
 run = Path(sys.argv[1])
 process_status.publish_as(run, "learner-0")
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-with console.steady_console():
+with terminal.steady_console():
     print("first line", flush=True)
     sys.stdin.readline()
     for number in range(int(sys.argv[2])):
@@ -160,14 +160,14 @@ def test_lines_are_written_above_the_status_of_a_terminal(monkeypatch: pytest.Mo
     attributes = termios.tcgetattr(slave)
     attributes[1] &= ~termios.OPOST  # no carriage returns of the terminal's own
     termios.tcsetattr(slave, termios.TCSANOW, attributes)
-    with os.fdopen(slave, "w") as terminal:
-        monkeypatch.setattr(sys, "stdout", terminal)
-        with console.steady_console():
-            console.show_status("busy")
+    with os.fdopen(slave, "w") as screen:
+        monkeypatch.setattr(sys, "stdout", screen)
+        with terminal.steady_console():
+            terminal.show_status("busy")
             print("a row")
-            console.show_status("")
+            terminal.show_status("")
             print("the end")
-            console.show_status("")
+            terminal.show_status("")
         expected = "\r\033[Kbusy" + "\r\033[Ka row\nbusy" + "\r\033[K" + "the end\n"
         seen = read_within(master, len(expected), 10.0)
     os.close(master)
@@ -178,8 +178,8 @@ def test_a_pipe_never_sees_a_status(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = tmp_path / "out"
     with path.open("w") as file:
         monkeypatch.setattr(sys, "stdout", file)
-        with console.steady_console():
-            console.show_status("busy")
+        with terminal.steady_console():
+            terminal.show_status("busy")
             print("a row")
     assert path.read_text() == "a row\n"
 

@@ -18,11 +18,11 @@ from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import metrics_system as m
 from asyncrl.records import ActionSpec, EndReason, Episode, SamplingParams
 from asyncrl.replay.admission import Expected, refusal
+from asyncrl.replay.buffer import Replay
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.groups import REFUSED
-from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
+from asyncrl.replay.inline_ports import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.interface import EpisodeFormat, GroupFailure, GroupGrant, SimulatorFormat
-from asyncrl.replay.replay import Replay
 from support.episodes import make_episode, simulated, with_chain
 from support.replay import next_batch, read_batch
 from support.replay_server import Served, acquire, push_group, until

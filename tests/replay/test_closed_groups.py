@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from asyncrl.config.run import TrainConfig, overlay
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import metrics_system as m
-from asyncrl.replay.replay import Replay
+from asyncrl.replay.buffer import Replay
 from support.episodes import make_episode
 from support.replay import load, open_replay, read_batch
 

@@ -10,8 +10,8 @@ import pytest
 
 from asyncrl.errors import DiskFull
 from asyncrl.observability import metrics_system as m
+from asyncrl.replay.buffer import Replay
 from asyncrl.replay.lifecycle import DiskWait
-from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
 from support.episodes import make_episode
 from support.replay import Clock, fill, make_limiter

@@ -20,10 +20,10 @@ from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import metrics_system as s
 from asyncrl.records import Episode
+from asyncrl.replay.buffer import Replay
 from asyncrl.replay.groups import has_no_signal
-from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
+from asyncrl.replay.inline_ports import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.interface import Filling, GroupGrant, NothingToLearn
-from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
 from asyncrl.replay_tools.episodes import read_rows
 from asyncrl.replay_tools.files import check_files
@@ -215,7 +215,7 @@ def test_filtered_groups_are_deleted_beyond_the_size_limit_and_stay_counted(tmp_
 def test_too_many_filtered_groups_in_a_row_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.replay.replay.MAX_FILTERED_BATCHES", 3)
+    monkeypatch.setattr("asyncrl.replay.buffer.MAX_FILTERED_BATCHES", 3)
     outcomes = (True, True)
     replay = open_filter(tmp_path, per_update=2)
     replay.begin("learner", 0)
@@ -237,7 +237,7 @@ def test_too_many_filtered_groups_in_a_row_end_the_run(
 def test_a_batch_begins_the_count_of_filtered_groups_anew_and_one_that_is_full_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.replay.replay.MAX_FILTERED_BATCHES", 1)
+    monkeypatch.setattr("asyncrl.replay.buffer.MAX_FILTERED_BATCHES", 1)
     replay = open_filter(tmp_path, per_update=2)
     replay.begin("learner", 0)
     numbers = granted(replay)

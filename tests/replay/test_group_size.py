@@ -10,7 +10,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ReplaySettings
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import metrics_system as m
-from asyncrl.replay.replay import Replay
+from asyncrl.replay.buffer import Replay
 from asyncrl.replay_tools.files import Verify
 from support.episodes import make_episode
 from support.replay import read_batch

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics_system import ACTOR_DECISIONS
+from asyncrl.replay.buffer import Replay
 from asyncrl.replay.interface import ReceiptStatus
-from asyncrl.replay.replay import Replay
 from support.episodes import make_episode
 from support.replay import Clock, fill, grant_group, make_limiter, make_replay, read_batch, ready
 

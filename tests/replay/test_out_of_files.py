@@ -12,8 +12,8 @@ import pytest
 from asyncrl.errors import OutOfFiles
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import signals
+from asyncrl.replay.buffer import Replay
 from asyncrl.replay.group_file import GroupFile, read_group_file
-from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
 from support.replay import Clock, fill, group_of, load, make_limiter, open_store, read_batch
 

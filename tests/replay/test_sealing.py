@@ -12,8 +12,8 @@ import pytest
 
 from asyncrl.errors import ReplayError
 from asyncrl.observability import metrics_system as m
+from asyncrl.replay.buffer import Replay
 from asyncrl.replay.interface import ENDLESS, GroupFailure
-from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
 from asyncrl.storage.atomic import flush
 from support.episodes import make_episode

@@ -15,7 +15,7 @@ from asyncrl.messaging.sockets import bind_router
 from asyncrl.messaging.wire import decode, encode
 from asyncrl.observability import metrics_system as s
 from asyncrl.replay.client import WINDOW, ZmqActorPort, ZmqLearnerPort
-from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
+from asyncrl.replay.inline_ports import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.interface import GroupGrant, NothingToLearn, RunStopped
 from asyncrl.replay.server import ReplayServer, serve_replay
 from support.episodes import assert_same, make_episode
@@ -337,7 +337,7 @@ def test_an_actor_reports_of_itself_only(scripted: tuple[ReplayServer, ScriptedS
 def test_the_learner_hears_how_far_its_batch_is_and_that_there_is_nothing_to_learn(
     tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.replay.replay.MAX_FILTERED_BATCHES", 2)
+    monkeypatch.setattr("asyncrl.replay.buffer.MAX_FILTERED_BATCHES", 2)
     chosen = dataclasses.replace(CONFIG.algorithm, filter_groups=True)
     filtering = dataclasses.replace(CONFIG, algorithm=chosen)
     with Served(tmp_path, endpoint, filtering):

@@ -17,10 +17,10 @@ from asyncrl.errors import SampleTimeout
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import metrics_system as m
 from asyncrl.records import ActionSpec, Episode
+from asyncrl.replay.buffer import Replay
 from asyncrl.replay.client import ZmqLearnerPort
 from asyncrl.replay.group_file import read_group_file
 from asyncrl.replay.interface import EpisodeFormat
-from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
 from asyncrl.replay_tools.episodes import read_outcomes
 from support.episodes import make_episode, with_chain

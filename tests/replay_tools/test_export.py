@@ -12,8 +12,8 @@ import pytest
 from asyncrl.commands.replay import main as run_inspection
 from asyncrl.records import EndReason, Episode
 from asyncrl.replay.store import EpisodeStore
-from asyncrl.replay_tools.export import samples_of
-from asyncrl.replay_tools.lerobot import level_counts, picture_statistics
+from asyncrl.replay_tools.export_episodes import samples_of
+from asyncrl.replay_tools.lerobot_writer import level_counts, picture_statistics
 from asyncrl.replay_tools.pictures import movie_of
 from asyncrl.replay_tools.samples import Rate
 from support.episodes import make_episode, simulated
@@ -82,7 +82,7 @@ def test_an_interrupted_export_is_noticed(run_dir: Path, capsys: pytest.CaptureF
 def test_lerobot_without_pyarrow_says_what_to_install(
     run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.replay_tools.lerobot.find_spec", lambda name: None)
+    monkeypatch.setattr("asyncrl.replay_tools.lerobot_writer.find_spec", lambda name: None)
     assert export(run_dir, run_dir / "lerobot") == 2
     assert "pip install 'asyncrl[lerobot]'" in capsys.readouterr().err
     assert not (run_dir / "lerobot").exists()

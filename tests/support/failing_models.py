@@ -24,9 +24,9 @@ from asyncrl.episode_layout import TOKENS
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.policies.interface import ActResult, SamplingParams
 from asyncrl.records import Episode, StartState
-from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
+from asyncrl.replay.buffer import Replay
+from asyncrl.replay.inline_ports import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.interface import ActorPort
-from asyncrl.replay.replay import Replay
 from asyncrl.replay.state import COUNTERS
 from asyncrl.weights.interface import WholeTensors
 from asyncrl.weights.transports.in_process import build_in_process

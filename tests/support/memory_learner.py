@@ -17,8 +17,8 @@ from asyncrl.config.sections import ActorSettings, OptimizerSettings
 from asyncrl.errors import SampleTimeout, WeightSyncError
 from asyncrl.launch.build import build_update
 from asyncrl.learner.learner import Learner, LoopSettings
-from asyncrl.learner.metrics import Throughput
 from asyncrl.learner.ranks import LearnerRanks
+from asyncrl.learner.update_metrics import Throughput
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode

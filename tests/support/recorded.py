@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from asyncrl.fitting.recordings import Recordings, write_part
+from asyncrl.fitting.recording_files import Recordings, write_part
 from asyncrl.records import DUMMY_ACTION
 from asyncrl.simulators.interface import SimulatorSpec
 from asyncrl.simulators.rollout import SimulatedEpisode

@@ -7,10 +7,10 @@ from pathlib import Path
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.sections import ReplaySettings
 from asyncrl.records import Episode, SamplingParams
+from asyncrl.replay.buffer import Replay
 from asyncrl.replay.group_file import GroupFile, read_group
 from asyncrl.replay.interface import GroupGrant, LearnerPort
 from asyncrl.replay.limiter import Limiter
-from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
 from support.episodes import make_episode
 

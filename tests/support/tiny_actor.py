@@ -11,8 +11,8 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, ReplaySettings
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.records import StartState
-from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
-from asyncrl.replay.replay import Replay
+from asyncrl.replay.buffer import Replay
+from asyncrl.replay.inline_ports import InProcessActorPort, InProcessLearnerPort
 from asyncrl.weights.interface import WholeTensors
 from asyncrl.weights.transports.in_process import build_in_process
 from asyncrl.worlds.start_states import StartStateStream

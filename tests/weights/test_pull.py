@@ -20,12 +20,12 @@ from asyncrl.messaging.keys import create_keys, load_client_keys, load_server_ke
 from asyncrl.messaging.weight_messages import CHUNK, KINDS, WITH_PAYLOAD, Buffer, decode, encode
 from asyncrl.observability import metrics_system as m
 from asyncrl.weights import receiver as pulling
-from asyncrl.weights import server
+from asyncrl.weights import weight_server
 from asyncrl.weights.buffers import DoubleBuffer
 from asyncrl.weights.interface import PULL
 from asyncrl.weights.publisher import BroadcastPublisher
 from asyncrl.weights.receiver import WeightReceiver
-from asyncrl.weights.server import ServerSettings
+from asyncrl.weights.weight_server import ServerSettings
 from support.weights import PATIENCE, channel_folder, events, policy, raw, source, swap_until, wait_for_all
 
 LOOPBACK = "tcp://127.0.0.1:0"
@@ -168,7 +168,7 @@ def damaging(monkeypatch: pytest.MonkeyPatch, times: int, place: str) -> list[in
             return genuine(kind, bytes(bad), **fields)
         return [genuine(kind, payload, **fields)[0], bytes(bad)]
 
-    monkeypatch.setattr(server, "encode", encode_badly)
+    monkeypatch.setattr(weight_server, "encode", encode_badly)
     return damaged
 
 

@@ -22,7 +22,7 @@ from asyncrl.storage.run_owner import RunIdentity
 from asyncrl.weights.interface import PULL, WholeTensors
 from asyncrl.weights.publisher import BroadcastPublisher
 from asyncrl.weights.receiver import WeightReceiver
-from asyncrl.weights.server import ServerSettings
+from asyncrl.weights.weight_server import ServerSettings
 from support.sockets import connect_dealer
 from support.weights import PATIENCE, events, policy, raw, source, swap_until
 

@@ -21,9 +21,9 @@ from asyncrl.weights import publisher as publishing
 from asyncrl.weights.interface import ChannelClosed, Link, TransportSession, run_bounded
 from asyncrl.weights.publisher import BroadcastPublisher
 from asyncrl.weights.receiver import WeightReceiver
-from asyncrl.weights.server import WakeableSocket
 from asyncrl.weights.transports.gpu import CudaIpcTransport, divide, export_handle, import_handle
 from asyncrl.weights.transports.in_process import build_in_process
+from asyncrl.weights.weight_server import WakeableSocket
 from support.gloo_transport import GLOO
 from support.weights import PATIENCE, Actor, policy, raw, source, swap_until, timed_publish, wait_for_all
 

@@ -16,9 +16,9 @@ from asyncrl.errors import ReplayError, SampleTimeout
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
+from asyncrl.replay.buffer import Replay
 from asyncrl.replay.groups import number_of
 from asyncrl.replay.interface import BatchDescription, GroupFailure, GroupGrant, NothingToLearn, RunStopped
-from asyncrl.replay.replay import Replay
 
 IDLE: Final = 0.01
 """Seconds between two rounds of an actor that has nothing to imagine while groups are missing."""

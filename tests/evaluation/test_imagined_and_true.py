@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.evaluation.audit import Audit, AuditedEpisode, Models, audit, psnr_by_decision
+from asyncrl.evaluation.imagined_and_true import Audit, AuditedEpisode, AuditModels, audit, psnr_by_decision
 from asyncrl.policies.interface import ActResult, SamplingParams
 from asyncrl.records import ActionSpec, StartState
 from asyncrl.simulators.interface import SimStart, SimulatorSource
@@ -69,7 +69,7 @@ class Repeater:
         return ActResult(actions=actions, sample={}, logprob=nothing, value=None, entropy=nothing)
 
 
-def models(world: CountingWorld | None = None, **changes: Any) -> Models:
+def models(world: CountingWorld | None = None, **changes: Any) -> AuditModels:
     parts: dict[str, Any] = {
         "policy": Repeater(),
         "world": world or CountingWorld(),
@@ -79,7 +79,7 @@ def models(world: CountingWorld | None = None, **changes: Any) -> Models:
         "threshold": 0.7,
         "success_frames": 1,
     }
-    return Models(**parts | changes)
+    return AuditModels(**parts | changes)
 
 
 def pool(places: int = 2) -> SimulatorPool:

@@ -17,7 +17,7 @@ import numpy as np
 
 from asyncrl.errors import ConfigError
 from asyncrl.replay_tools.episodes import LIGHT, EpisodeSelection, StoredEpisode
-from asyncrl.replay_tools.lerobot import write_lerobot
+from asyncrl.replay_tools.lerobot_writer import write_lerobot
 from asyncrl.replay_tools.samples import STEPS_PER_SECOND, Rate, Samples, camera_name, samples_of
 from asyncrl.storage.atomic import replacing, unfinished
 

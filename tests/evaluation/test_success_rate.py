@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.commands.evaluate import main as evaluate_command
 from asyncrl.errors import ConfigError
-from asyncrl.evaluation.evaluate import (
+from asyncrl.evaluation.success_rate import (
     SuccessRate,
     episode_row,
     evaluate,

@@ -49,9 +49,9 @@ from asyncrl.launch.placement import (
 )
 from asyncrl.observability import process_status
 from asyncrl.observability.background_file import logged_to
-from asyncrl.observability.console import StatusLine, steady_console
 from asyncrl.observability.process_status import Watchdog
 from asyncrl.observability.signals import StopFlag, die_with_parent, raise_limit
+from asyncrl.observability.terminal import StatusLine, steady_console
 from asyncrl.replay.client import ZmqLearnerPort
 from asyncrl.storage import run_folder
 

@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Final, Generic, Protocol
+from typing import Any, Final, Generic
 
 import numpy as np
 import torch
@@ -144,7 +144,7 @@ class Slots:
         return episode
 
 
-def finished_episode(
+def build_episode(
     episode: EpisodeInProgress,
     end: EpisodeEnd,
     *,
@@ -241,18 +241,6 @@ def split_slots(slots: int, stages: int) -> list[range]:
 
 
 # --- backends ---
-
-
-class StartStream(Protocol):
-    """Starts of all groups: element n of an endless stream, a pure function of its settings and n."""
-
-    def __getitem__(self, n: int) -> EpisodeStart:
-        """Return the start of the episodes of grant `n`."""
-        ...
-
-    def left(self, quarantined: Collection[str]) -> int:
-        """Count the starts that are not quarantined; `replay.interface.ENDLESS` if they never run out."""
-        ...
 
 
 class Backend(ABC, Generic[State]):

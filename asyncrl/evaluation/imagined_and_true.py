@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from asyncrl.config.sections import SuccessFrames
 from asyncrl.evaluation.contact_sheet import start_of
-from asyncrl.evaluation.evaluate import SuccessRate
+from asyncrl.evaluation.success_rate import SuccessRate
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy, SamplingParams
@@ -42,7 +42,7 @@ class Imagined:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Models:
+class AuditModels:
     """The models that imagine, and the rule that ends an episode."""
 
     policy: Policy
@@ -152,7 +152,7 @@ class Audit:
 
 
 def audit(
-    models: Models,
+    models: AuditModels,
     pool: SimulatorPool,
     plays: Sequence[Play],
     *,
@@ -172,7 +172,7 @@ def audit(
 
 
 def _audit_batch(
-    models: Models, pool: SimulatorPool, plays: list[Play], seeds: list[int]
+    models: AuditModels, pool: SimulatorPool, plays: list[Play], seeds: list[int]
 ) -> Iterator[AuditedEpisode]:
     """Audit as many episodes as there are plays; there is a seed for every row of a pass."""
 
