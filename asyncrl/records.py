@@ -197,6 +197,20 @@ class Episode:
         """Undiscounted return."""
         return float(self.rewards.reshape(-1)[: self.steps].sum())
 
+    @property
+    def reward_size(self) -> float:
+        """Sum of the rewards' absolute values; see `returns_differ`."""
+        return float(np.abs(self.rewards.reshape(-1)[: self.steps]).sum())
+
+
+def returns_differ(lowest: Any, highest: Any, size: Any) -> Any:
+    """Compare returns, floats or tensors; a spread that another order of summation can make is none.
+
+    Args:
+        size: Sum of the rewards' absolute values, or the largest absolute return.
+    """
+    return highest - lowest > 1e-5 * size
+
 
 # --- seeds ---
 # Derived from an episode's own numbers only. Runs are reproduced by them: keep the formulas.

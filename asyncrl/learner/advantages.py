@@ -22,6 +22,7 @@ from asyncrl.learner.interface import (
 )
 from asyncrl.learner.losses import log_ratio, summed
 from asyncrl.learner.ranks import LearnerRanks
+from asyncrl.records import returns_differ
 
 
 class GroupRelative:
@@ -38,8 +39,10 @@ class GroupRelative:
         batch_std = None
         if self.settings.advantage_scale == "batch_std":
             _, batch_std = moments_of_all(batch.returns, ranks)
+        sizes_D, scale = batch.rewards.abs().sum(dim=1), self.settings.advantage_scale
+        sizes_B = torch.zeros_like(batch.returns).index_add_(0, batch.episode, sizes_D)
         advantages_B = group_relative_advantages(
-            batch.returns, batch.group_size, scale=self.settings.advantage_scale, batch_std=batch_std
+            batch.returns, batch.group_size, scale=scale, batch_std=batch_std, sizes=sizes_B
         )
         return AdvantagesAndTargets(advantages_B[batch.episode][:, None, None], None)
 
@@ -76,7 +79,8 @@ class GeneralizedAdvantage:
         )
         if critic.normalize_advantages:
             mean, std = moments_of_all(advantages_DK[mask_DK], ranks)
-            advantages_DK = torch.where(mask_DK, (advantages_DK - mean) / (std + 1e-5), 0.0)
+            differ = returns_differ(-std, std, mean.abs())
+            advantages_DK = torch.where(mask_DK & differ, (advantages_DK - mean) / (std + 1e-5), 0.0)
         return AdvantagesAndTargets(advantages_DK[:, :, None], torch.where(mask_DK, targets_DK, 0.0))
 
 
@@ -86,6 +90,7 @@ def group_relative_advantages(
     *,
     scale: Literal["group_std", "batch_std", "none"] = "group_std",
     batch_std: Tensor | None = None,
+    sizes: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
     """Score each episode against its siblings: ``A = (R - mean) / (scale + eps)``, detached.
@@ -97,6 +102,7 @@ def group_relative_advantages(
     Args:
         returns: ``[B]`` float32, siblings adjacent, as the result: exactly 0 in a group of equal returns.
         batch_std: ``[]`` float32 over all ranks; None: of `returns`.
+        sizes: ``[B]`` sums of absolute rewards, which tell equal returns (`returns_differ`); None: `returns`.
     """
     if returns.ndim != 1 or group_size < 2 or returns.shape[0] % group_size:
         raise ValueError(
@@ -109,8 +115,10 @@ def group_relative_advantages(
         advantages_NG = advantages_NG / (returns_NG.std(dim=1, keepdim=True) + eps)
     elif scale == "batch_std":
         advantages_NG = advantages_NG / ((returns.detach().std() if batch_std is None else batch_std) + eps)
-    # The mean of equal numbers can be off by a rounding error, which the tiny divisor would blow up.
-    differ_N1 = returns_NG.amax(dim=1, keepdim=True) > returns_NG.amin(dim=1, keepdim=True)
+    # Rounding errors, of sums and of the mean, would be blown up by the tiny divisor.
+    lowest_N1, highest_N1 = returns_NG.aminmax(dim=1, keepdim=True)
+    sizes_NG = (returns if sizes is None else sizes).detach().abs().unflatten(0, (-1, group_size))
+    differ_N1 = returns_differ(lowest_N1, highest_N1, sizes_NG.amax(dim=1, keepdim=True))
     return torch.where(differ_N1, advantages_NG, 0.0).flatten()
 
 

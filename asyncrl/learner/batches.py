@@ -20,6 +20,7 @@ from asyncrl.observability import metrics_system as r
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import LAG_RANGES, Metric
 from asyncrl.records import Episode, Float32, SamplingParams, Uint8
+from asyncrl.replay.groups import has_no_signal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +125,7 @@ class GroupOutcome(NamedTuple):
     successes: list[bool]
     terminated: list[bool]
     policy_versions: list[int]  # Of each decision
+    signal: bool  # True if the returns differ
 
 
 def group_outcome(group: Sequence[Episode]) -> GroupOutcome:
@@ -134,6 +136,7 @@ def group_outcome(group: Sequence[Episode]) -> GroupOutcome:
         [episode.success for episode in group],
         [episode.end_reason != "truncated" for episode in group],
         np.concatenate([episode.policy_versions for episode in group]).tolist(),
+        not has_no_signal(group),
     )
 
 
@@ -142,7 +145,8 @@ def batch_metrics(outcomes: Sequence[GroupOutcome], version: int) -> dict[Metric
     if not outcomes:
         return {}
     returns, lengths, successes, terminated = (
-        np.array([x for outcome in outcomes for x in outcome[column]], np.float64) for column in range(4)
+        np.array([x for outcome in outcomes for x in getattr(outcome, column)], np.float64)
+        for column in GroupOutcome._fields[:4]
     )
     lag = version - np.array([v for outcome in outcomes for v in outcome.policy_versions], np.int64)
     return {
@@ -154,7 +158,7 @@ def batch_metrics(outcomes: Sequence[GroupOutcome], version: int) -> dict[Metric
         m.STEP_REWARD: float(returns.sum() / lengths.sum()),
         m.TERMINATION_RATE: float(terminated.mean()),
         m.EPISODE_LEN: float(lengths.mean()),
-        r.SIGNAL_GROUPS: float(np.mean([len(set(outcome.returns)) > 1 for outcome in outcomes])),
+        r.SIGNAL_GROUPS: float(np.mean([outcome.signal for outcome in outcomes])),
         r.LAG_MEAN: float(lag.mean()),
         r.LAG_MAX: float(lag.max()),
         **{

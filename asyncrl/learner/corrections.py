@@ -94,8 +94,12 @@ class VTrace:
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """Estimate KL(q || p) per sample of q: ``r - 1 - log r >= 0``, ``r = p / q`` (J. Schulman, 2020)."""
-    return torch.expm1(log_ratio) - log_ratio
+    """Estimate KL(q || p) per sample of q: ``r - 1 - log r >= 0``, ``r = p / q`` (J. Schulman, 2020).
+
+    For metrics: a sample of x nats counts ``e^x``. Beyond `MAX_LOG_RATIO` it goes on as its tangent.
+    """
+    near = log_ratio.clamp(max=MAX_LOG_RATIO)
+    return torch.expm1(near) - near + torch.expm1(near.detach()) * (log_ratio - near)
 
 
 def truncated_weights(log_ratios: Tensor, *, low: float = 0.0, cap: float) -> Tensor:
@@ -113,7 +117,7 @@ def masked_weights(log_ratios: Tensor, *, low: float = 0.0, cap: float) -> Tenso
     Sources: per token IcePop, arXiv 2510.18855; ``low = 0``: AReaL's decoupled objective, arXiv 2505.24298.
     """
     ratios = log_ratios.detach().clamp(max=MAX_LOG_RATIO).exp()
-    return torch.where((ratios >= low) & (ratios <= cap), ratios, 0.0)
+    return torch.where((ratios < low) | (ratios > cap), 0.0, ratios)  # NaN stays.
 
 
 def beyond_trust_region(

@@ -183,9 +183,10 @@ def kl_penalty(logprob: Tensor, logprob_reference: Tensor) -> Tensor:
 
     ``k2 = d^2 / 2`` with ``d = log current - log reference`` (J. Schulman, 2020). Only its gradient,
     ``d grad log pi``, is that of the divergence: k1's is zero on average, k3's is KL(reference || current)'s.
+    Beyond `MAX_LOG_RATIO` the gradient keeps that size (P. Huber, 1964): it neither explodes nor vanishes.
     """
-    difference = (logprob - logprob_reference.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return difference.square() / 2
+    reference = logprob_reference.detach()
+    return torch.nn.functional.huber_loss(logprob, reference, reduction="none", delta=MAX_LOG_RATIO)
 
 
 def aggregation_weights(

@@ -249,7 +249,7 @@ def _regularisers(
         entropy = torch.where(mask, micro.token_weights * current.entropy, 0.0).sum()
         loss = loss - settings.entropy_coef * entropy
     if reference is not None:
-        reachable = mask & torch.isfinite(reference)
+        reachable = mask & (reference != -math.inf)  # NaN is not hidden.
         reference = torch.where(reachable, reference, logprob.detach())
         penalty = torch.where(reachable, kl_penalty(logprob, reference), 0.0)
         weights = torch.ones_like(penalty)

@@ -18,7 +18,7 @@ from typing import Final, get_args
 
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import REGISTRY, Metric
-from asyncrl.records import Episode
+from asyncrl.records import Episode, returns_differ
 from asyncrl.replay.admission import unlike
 from asyncrl.replay.group_file import GroupFile
 from asyncrl.replay.interface import GroupGrant, ReceiptStatus, RefusalCause
@@ -186,7 +186,8 @@ def number_of(group_id: str) -> int:
 
 def has_no_signal(group: Sequence[Episode]) -> bool:
     """True if all episodes have the same return: compared with siblings, none is better."""
-    return len({episode.total_reward for episode in group}) <= 1
+    returns = [episode.total_reward for episode in group]
+    return not returns_differ(min(returns), max(returns), max(x.reward_size for x in group))
 
 
 class EpisodeCounters:

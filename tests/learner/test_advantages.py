@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings
 from asyncrl.learner.advantages import (
     Estimates,
+    GeneralizedAdvantage,
+    GroupRelative,
     generalized_advantages,
     group_relative_advantages,
     moments_of_all,
     vtrace,
 )
+from asyncrl.learner.batches import batch_metrics, build_batch, group_outcome
+from asyncrl.learner.corrections import NoCorrection
+from asyncrl.learner.interface import OldPolicy
 from asyncrl.learner.ranks import LearnerRanks
+from asyncrl.observability.metrics_system import SIGNAL_GROUPS
+from asyncrl.records import Episode
+from asyncrl.replay.groups import has_no_signal
+from support.episodes import make_episode
 
 # --- groups -------------------------------------------------------------------
 
@@ -51,6 +64,56 @@ def test_a_group_that_scored_all_the_same_gets_exactly_zero(
     advantages = group_relative_advantages(returns, group_size, scale=spread)  # pyright: ignore
     assert advantages[:group_size].tolist() == [0.0] * group_size
     assert advantages[group_size:].abs().min() > 0 or group_size % 2
+
+
+SHUFFLED = {
+    "dense": np.linspace(0, 1, 64),
+    "rewards and penalties": np.linspace(-1, 1, 64),
+    "large": np.linspace(900, 1000, 256),
+    "few": np.repeat([0.7, 0.0], [7, 249]),
+}
+
+
+@pytest.mark.parametrize("rewards", SHUFFLED.values(), ids=SHUFFLED)
+@pytest.mark.parametrize("spread", ["group_std", "batch_std"])
+def test_equal_rewards_in_another_order_are_equal_returns_everywhere(
+    rewards: NDArray[np.float64], spread: str
+) -> None:
+    rng, shape = np.random.default_rng(0), (len(rewards) // 8, 8)
+
+    def group(more: float) -> list[Episode]:
+        drawn = [rng.permutation(rewards).astype(np.float32).reshape(shape) for _ in range(8)]
+        drawn[0][0, 0] += more
+        made = [make_episode(0, m, versions=(0,) * shape[0], group_size=8) for m in range(8)]
+        return [dataclasses.replace(x, rewards=row) for x, row in zip(made, drawn, strict=True)]
+
+    settings = AlgorithmSettings(group_size=8, advantage_scale=spread)  # pyright: ignore
+    advantages, correction = (GroupRelative(settings, CriticSettings()), NoCorrection(CorrectionSettings()))
+    for more, differ in ((0.0, False), (0.001 * np.abs(rewards).sum(), True)):
+        batch = build_batch([group(more)], version=0)
+        found = advantages.estimate(batch, None, correction, LearnerRanks()).advantages
+        assert bool(found.any()) is differ
+        assert has_no_signal(group(more)) is not differ
+        outcome = group_outcome(group(more))
+        assert batch_metrics([outcome], 0)[SIGNAL_GROUPS] == differ
+    returns = torch.tensor([x.total_reward for x in group(0.0)])
+    if rewards.min() >= 0:
+        assert not group_relative_advantages(returns, 8, scale=spread).any()  # pyright: ignore
+
+
+def test_advantages_that_differ_by_a_rounding_are_not_normalised_to_full_size() -> None:
+    batch = build_batch([[make_episode(0, m, versions=(0,) * 4) for m in range(2)]], version=0)
+    rewards = 1000 + torch.rand(8, 8, generator=torch.Generator().manual_seed(0)) * 1e-3
+    estimator = GeneralizedAdvantage(AlgorithmSettings(), CriticSettings(gamma=0.0))
+    old = OldPolicy(batch.behaviour_logprob, torch.zeros(8, 1), torch.zeros(2))
+    for spread, largest in ((rewards, 0.0), (rewards + torch.arange(8.0)[:, None], 1.5)):
+        found = estimator.estimate(
+            dataclasses.replace(batch, rewards=spread),
+            old,
+            NoCorrection(CorrectionSettings()),
+            LearnerRanks(),
+        )
+        assert found.advantages.abs().max().item() == pytest.approx(largest, abs=0.1)
 
 
 def test_moments_of_all_ranks_are_those_of_torch_in_float64() -> None:

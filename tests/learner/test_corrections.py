@@ -90,6 +90,17 @@ def test_weights_of_every_kind_and_level_match_a_loop(kind: str, level: str, geo
         assert actual[tuple(place)].item() == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["tis", "mis", "decoupled"])
+def test_a_ratio_that_is_not_a_number_is_hidden_by_no_kind(kind: str) -> None:
+    correction = correction_of(kind=kind, level="token", min_weight=0.5, max_weight=2.0)
+    ratios = torch.tensor([[[math.nan, 0.0, 100.0, -100.0]]])
+    weights = correction.weights(
+        ratios, torch.ones(1, 1, 4, dtype=torch.bool), torch.zeros(1).long(), "token"
+    )
+    assert weights is not None
+    assert torch.isnan(weights).flatten().tolist() == [True, False, False, False]
+
+
 # --- what a correction needs --------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from asyncrl.learner.corrections import k3
 from asyncrl.learner.losses import aggregation_weights, cispo_loss, clipped_loss, kl_penalty, value_loss
 
 LOW, HIGH = 0.2, 0.28
@@ -111,6 +112,36 @@ def test_the_kl_penalty_has_the_gradient_of_the_divergence() -> None:
     (gradient,) = torch.autograd.grad((logp.detach().exp() * penalty).sum(), logits, retain_graph=True)
     (true,) = torch.autograd.grad((logp.exp() * (logp - reference)).sum(), logits)
     torch.testing.assert_close(gradient, true)
+
+
+@pytest.mark.parametrize("nats", [-100.0, -30.0, -20.0, -10.0, -1.0, 0.0, 1.0, 10.0, 20.0, 30.0, 100.0])
+def test_far_policies_have_a_bounded_divergence_whose_gradient_does_not_vanish(nats: float) -> None:
+    far = abs(nats)
+    x = torch.tensor(nats, requires_grad=True)
+    k2 = kl_penalty(x, torch.tensor(0.0))
+    (gradient,) = torch.autograd.grad(k2, x)
+    assert k2.item() == pytest.approx(nats**2 / 2 if far <= 20 else 20 * far - 200)
+    assert gradient.item() == max(-20.0, min(20.0, nats))
+    value = k3(x)
+    (gradient,) = torch.autograd.grad(value, x)
+    slope = math.expm1(min(nats, 20.0))
+    assert value.item() == pytest.approx(slope - min(nats, 20.0) + max(0.0, nats - 20.0) * slope, rel=1e-5)
+    assert gradient.item() == pytest.approx(slope, rel=1e-5)
+
+
+def test_in_the_ordinary_range_both_divergences_are_their_formulas_bit_for_bit() -> None:
+    x = torch.linspace(-20, 20, 4001).requires_grad_()
+    weights = torch.rand(4001, generator=torch.Generator().manual_seed(0))
+    for function, formula in (
+        (lambda x: kl_penalty(x, torch.zeros_like(x)), lambda x: x.square() / 2),
+        (k3, lambda x: torch.expm1(x) - x),
+    ):
+        assert function(x).equal(formula(x))
+    (found,), (expected,) = (
+        torch.autograd.grad((weights * y).sum(), x)
+        for y in (kl_penalty(x, torch.zeros_like(x)), x.square() / 2)
+    )
+    assert found.equal(expected)
 
 
 # --- aggregation --------------------------------------------------------------
