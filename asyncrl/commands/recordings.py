@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 import tyro
@@ -12,28 +12,23 @@ import tyro
 from asyncrl.config.bounds import Bounded
 from asyncrl.config.help import subcommands
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.recording_files import RecordingFile, must_be_new, read_part, recording_files
+from asyncrl.fitting.recording_files import RecordingFile, must_be_new, read_part
 from asyncrl.fitting.settings import DataSetSettings
 from asyncrl.replay_tools.episodes import table
-
-if TYPE_CHECKING:
-    from asyncrl.fitting.data_sets import DataSet
 
 Folders = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER...")]
 
 
 def _own_parts(given: tuple[Path, ...]) -> list[RecordingFile]:
-    from asyncrl.fitting.lerobot import is_lerobot
-    from asyncrl.fitting.robomimic import is_robomimic
+    from asyncrl.fitting.sources import list_sources
 
-    for path in given:
-        if is_lerobot(path) or (path.is_file() and is_robomimic(path)):
-            raise ConfigError(
-                f"{path} is a data set of another program. Make recordings of it first: asyncrl recordings "
-                f"import {path} --out FOLDER."
-            )
-    files = [file for path in given for file in ([path] if path.is_file() else recording_files(path))]
-    return [read_part(file) for file in files]
+    files = [source for path in given for source in list_sources(path)]
+    if others := [path for path, kind in files if kind != "recording"]:
+        raise ConfigError(
+            f"{others[0]} is a data set of another program. Make recordings of it first: asyncrl recordings "
+            f"import {others[0]} --out FOLDER."
+        )
+    return [read_part(file) for file, _ in files]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,23 +101,17 @@ class Import(Bounded):
 
     def run(self) -> int:
         """Import, and say how many."""
-        from asyncrl.fitting.robomimic import LIBERO_CAMERAS, is_libero, open_libero
-        from asyncrl.fitting.sources import import_data_sets, open_data_sets
+        from asyncrl.fitting.robomimic import LIBERO_CAMERAS, open_libero
+        from asyncrl.fitting.sources import import_data_sets, list_sources, open_data_sets
 
         must_be_new(self.out)
-        libero: list[Path] = []
-        data_sets: list[DataSet] = []
-        for given in self.files:
-            paths = sorted(given.glob("*.hdf5")) if given.is_dir() else [given]
-            found = [path for path in paths if path.is_file() and is_libero(path)]
-            others = [] if found else open_data_sets(given, self.dataset)
-            if not found and not others:
-                raise ConfigError(
-                    f"{given} is no file, nor a folder of .hdf5 files, nor a LeRobot v3 folder (it has no "
-                    "meta/info.json). Check the path."
-                )
-            libero += found
-            data_sets += others
+        sources = [source for given in self.files for source in list_sources(given)]
+        if own := [path for path, kind in sources if kind == "recording"]:
+            raise ConfigError(f"{own[0]} is a recording already: give it to --data as it is.")
+        libero = [path for path, kind in sources if kind == "libero"]
+        data_sets: list[Any] = [
+            one for path, kind in sources if kind != "libero" for one in open_data_sets(path, self.dataset)
+        ]
         if libero:
             data_sets += open_libero(libero, self.simulator, list(LIBERO_CAMERAS)[: 2 if self.wrist else 1])
         written = import_data_sets(data_sets, self.out)

@@ -33,6 +33,8 @@ DATA: Final = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO: Final = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 """Several episodes in a file, one row or frame per sample. Pictures that are no movies lie in the rows."""
 AGAIN: Final = "Download or write the data set again."
+GRID: Final = 0.1
+"""How far, in frames, times may lie from where they belong. LeRobot's writer adds them up, so they drift."""
 _NUMBERS: Final = ("float32", "float64", "int64", "int32", "int16", "int8", "uint8", "bool", "float16")
 
 
@@ -58,7 +60,7 @@ class LeRobotFolder(DataSet):
                 f"{path} is a LeRobot folder, which needs {' and '.join(missing)}. Install what is missing "
                 "with pip install 'asyncrl[lerobot]'."
             )
-        self._features, self._rate, robot = _read_info(path)
+        self._features, self._rate, robot, self._count = _read_info(path)
         sizes = {key: size for key, about in self._features.items() if (size := _picture_size(about))}
         height, width = self.choose_cameras(sizes)
         self._sizes = sizes
@@ -105,7 +107,27 @@ class LeRobotFolder(DataSet):
             raise ConfigError(
                 f"{self.path}: meta/episodes has no episodes, one twice, or one without samples. {AGAIN}"
             )
+        if self._count not in (None, len(places)):
+            raise ConfigError(
+                f"{self.path}: meta/episodes has {len(places)} episodes, {INFO} says {self._count}. {AGAIN}"
+            )
+        for key in videos:
+            self._check_tiling(key, places)
+        self._numbers = numbers
         return places[: self.settings.episodes or None]
+
+    def _check_tiling(self, key: str, places: Sequence[_Place]) -> None:
+        """Each episode begins in a movie where the one before ends, the first at 0."""
+        end, last = 0.0, (-1, -1)
+        for place in sorted(places, key=lambda place: place.videos[key]):
+            chunk, index, begin = place.videos[key]
+            end, last = (end if last == (chunk, index) else 0.0), (chunk, index)
+            if abs(begin - end) * self._rate > GRID:
+                raise ConfigError(
+                    f"{self.path}: episode {place.number} begins at {begin:.4f} s in the movie of {key}, but "
+                    f"the one before ends at {end:.4f} s, so its pictures belong to other actions. {AGAIN}"
+                )
+            end = begin + place.length / self._rate
 
     def episodes(self) -> Iterator[SimulatedEpisode]:
         """Read one episode after the other, with one file of rows and one movie of each camera open."""
@@ -117,8 +139,10 @@ class LeRobotFolder(DataSet):
             for (chunk, index), places in groupby(self._places, key=lambda place: place.rows):
                 file = self.path / DATA.format(chunk_index=chunk, file_index=index)
                 with _reading(file):
-                    table = _read_table(file, kept)
+                    table = _read_table(file, kept, optional=("frame_index", "timestamp"))
                     numbers = _numbers_in(table, "episode_index")[:, 0]
+                    if unknown := set(numbers.tolist()) - self._numbers:
+                        raise ValueError(f"it has episode {min(unknown)}, which meta/episodes lacks")
                 for place in places:
                     with _reading(file):
                         rows = np.flatnonzero(numbers == place.number)
@@ -135,6 +159,7 @@ class LeRobotFolder(DataSet):
 
     def _episode(self, place: _Place, table: Any, movies: dict[str, _Movie]) -> SimulatedEpisode:
         where = f"{self.path} episode {place.number}"
+        _check_order(table, self._rate)
         kept = np.arange(0, place.length, self.settings.stride)
         shape = (len(kept), len(self.cameras), self.looks.height, self.looks.width, 3)
         pictures = np.empty(shape, np.uint8)
@@ -189,7 +214,19 @@ class LeRobotFolder(DataSet):
         return plain_task(task)
 
 
-def _read_info(path: Path) -> tuple[dict[str, dict[str, Any]], float, str]:
+def _check_order(table: Any, rate: float) -> None:
+    """Rows of one episode are in the order of time, without a gap."""
+    for name, unit in (("frame_index", 1.0), ("timestamp", rate)):
+        if name in table.column_names:
+            off = ~(np.abs(_numbers_in(table, name)[:, 0] * unit - np.arange(len(table))) <= GRID)
+            if off.any():
+                raise ValueError(
+                    f"row {int(off.argmax())} of an episode has another {name}: they are not in order"
+                )
+
+
+def _read_info(path: Path) -> tuple[dict[str, dict[str, Any]], float, str, int | None]:
+    """Features, rate, robot, and number of episodes if it is said."""
     with _reading(path / INFO):
         info = load_json(path / INFO)
         check_types(info, {"codebase_version": str, "fps": float, "features": dict})
@@ -213,7 +250,8 @@ def _read_info(path: Path) -> tuple[dict[str, dict[str, Any]], float, str]:
             if info.get(name) not in (None, usual):
                 raise ValueError(f"{name} is {shortened(info[name])}, expected {usual}")
         robot = info.get("robot_type")
-        return info["features"], rate, robot if isinstance(robot, str) else ""
+        count = info.get("total_episodes")
+        return info["features"], rate, robot if isinstance(robot, str) else "", count
 
 
 def _picture_size(about: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -252,8 +290,10 @@ def _reading(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path} cannot be read ({first_line(error)}). {AGAIN}") from error
 
 
-def _read_table(path: Path, columns: Sequence[str], texts: Sequence[str] = ()) -> Any:
-    """Read columns, and the first one of `texts` that is there."""
+def _read_table(
+    path: Path, columns: Sequence[str], texts: Sequence[str] = (), optional: Sequence[str] = ()
+) -> Any:
+    """Read columns, the first one of `texts` that is there, and those of `optional` that are."""
     import pyarrow.parquet as pq  # pyright: ignore[reportMissingImports]
 
     with io.FileIO(open_regular(path), "rb") as raw:
@@ -264,7 +304,8 @@ def _read_table(path: Path, columns: Sequence[str], texts: Sequence[str] = ()) -
         if missing or len(text) < bool(texts):
             lacking = [*missing, *texts][0]
             raise ValueError(f"it has no column {lacking}, only {', '.join(there)[:500]}")
-        return file.read([*columns, *text]).select([*columns, *text])
+        wanted = list(dict.fromkeys([*columns, *text, *(name for name in optional if name in there)]))
+        return file.read(wanted).select(wanted)
 
 
 def _numbers_in(table: Any, column: str) -> NDArray[Any]:
@@ -319,7 +360,7 @@ class _Movie:
 
     def frames(self, begin: float, steps: NDArray[np.int64]) -> Iterator[NDArray[np.uint8]]:
         """Decode the frames ``[H, W, 3]`` of rising steps of an episode that begins at so many seconds."""
-        tolerance = 0.5 / self._rate
+        tolerance = GRID / self._rate
         for step in steps.tolist():
             seconds = begin + step / self._rate
             with _reading(self.path):

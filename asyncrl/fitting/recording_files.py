@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import math
 import os
 import shutil
@@ -30,12 +31,14 @@ from asyncrl.records import POSE_DIM
 from asyncrl.simulators.interface import SimStart
 from asyncrl.simulators.rollout import SimulatedEpisode
 from asyncrl.storage.atomic import replacing
-from asyncrl.storage.untrusted import dataset_in, open_hdf5
+from asyncrl.storage.untrusted import dataset_in, files_in, open_hdf5
 
 if TYPE_CHECKING:
     import h5py
 
+_log = logging.getLogger(__name__)
 FORMAT: Final = "asyncrl-recordings-2"
+SUFFIXES: Final = (".h5", ".hdf5")
 FIRST_SIMULATOR: Final = "tabletop"
 RATE: Final = "steps_per_second"  # Key of the attribute `about`.
 UNREADABLE: Final = (
@@ -258,24 +261,23 @@ def _append(file: h5py.File, name: str, rows: NDArray[Any]) -> None:
     file.create_dataset(name, data=rows, compression="gzip", compression_opts=1, **sizes)
 
 
-def is_recording(path: Path) -> bool:
-    """Return True if a file is a recording of any version."""
-    try:
-        with open_hdf5(path) as file:
-            return str(file.attrs["format"]).startswith("asyncrl-recordings-")
-    except UNREADABLE:
-        return False
-
-
-def recording_files(folder: Path) -> list[Path]:
-    """List the files of a recording in order; an AssetError if there are none."""
-    parts = sorted(folder.glob("part-*.h5"))
-    if not parts:
+def hdf5_files(path: Path) -> list[Path]:
+    """List the HDF5 files of a folder in order, or the file itself; an AssetError if there are none."""
+    if not path.is_dir():
+        return [path]
+    files = files_in(path, *SUFFIXES)
+    below = [file for folder in sorted(path.glob("*/")) for file in files_in(folder, *SUFFIXES)]
+    if not files:
         raise AssetError(
-            f"{folder} holds no part-*.h5 recordings, nor a data set of LeRobot v3 (meta/info.json) or "
-            f"robomimic (*.hdf5). Make recordings with `asyncrl collect --out {folder}`."
+            f"{path} holds no part-*.h5 recordings, nor a data set of LeRobot v3 (meta/info.json) or "
+            f"robomimic (*.hdf5). Make recordings with `asyncrl collect --out {path}`, or name "
+            f"{below[0].parent if below else 'another folder'}."
         )
-    return parts
+    if below:
+        _log.warning(
+            "%s lies in a folder below and is not read. Name that folder, too, to read it.", below[0]
+        )
+    return files
 
 
 def must_be_new(folder: Path) -> None:
@@ -286,7 +288,7 @@ def must_be_new(folder: Path) -> None:
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         problem = errno.EACCES if above.is_dir() else errno.ENOTDIR
         raise ConfigError(f"--out {folder} cannot be made ({os.strerror(problem)}). Choose another folder.")
-    if any(folder.glob("part-*.h5")):
+    if files_in(folder, *SUFFIXES):
         raise ConfigError(
             f"--out {folder} already holds recordings; they are not overwritten. Choose another folder."
         )
@@ -304,8 +306,8 @@ class RecordingFile(EpisodeArrays):
         """Write the pictures of the first camera from a row on."""
         with _opened(self.path) as file:
             frames = dataset_in(file, "frames")
-            if frames.chunks and frames.compression == "gzip" and not (frames.shuffle or frames.fletcher32):
-                _inflate(frames, into, row)
+            if offsets := _deflated(frames):
+                _inflate(frames, offsets, into, row)
                 return self
             for part in blocks(frames.shape):
                 into.write(row + part.start, frames[part])
@@ -333,7 +335,7 @@ def read_part(path: Path) -> RecordingFile:
                 height=frames.shape[1],
                 width=frames.shape[2],
                 action_dim=actions.shape[1],
-                rate=float(rate) if isinstance(rate, int | float) else 0.0,
+                rate=float(rate) if type(rate) in (int, float) else 0.0,
             ),
             frames=len(frames),
             actions=actions.astype(np.float32, copy=False),
@@ -374,22 +376,37 @@ def _opened(path: Path) -> Iterator[h5py.File]:
         raise ConfigError(f"{path} is not a recording ({first_line(error)}). Collect it again.") from error
 
 
-def _inflate(dataset: h5py.Dataset, into: FrameFile, row: int) -> None:  # On all cores: HDF5 uses one.
+def _deflated(dataset: h5py.Dataset) -> list[tuple[int, ...]]:
+    """The offsets of all chunks; empty unless all were written, of whole frames, through gzip alone."""
+    import h5py
+
+    created, chunks, stored = dataset.id.get_create_plist(), dataset.chunks, list[Any]()
+    if chunks is None or chunks[1:] != dataset.shape[1:]:
+        return []
+    if [created.get_filter(i)[0] for i in range(created.get_nfilters())] != [h5py.h5z.FILTER_DEFLATE]:
+        return []
+    dataset.id.chunk_iter(stored.append)
+    offsets = sorted(chunk.chunk_offset for chunk in stored)
+    whole = [offset[0] for offset in offsets] == list(range(0, dataset.shape[0], chunks[0]))
+    return offsets if whole and not any(chunk.filter_mask for chunk in stored) else []
+
+
+def _inflate(dataset: h5py.Dataset, offsets: Sequence[tuple[int, ...]], into: FrameFile, row: int) -> None:
+    """Unpack on all cores, where HDF5 uses one."""
     chunks, most, rows = dataset.chunks, math.prod(dataset.chunks or ()) + 1, dataset.shape[0]
     assert chunks is not None
 
     def write(offset: int, compressed: bytes) -> None:
-        unpacked = zlib.decompressobj().decompress(compressed, most)
-        part = np.frombuffer(unpacked, np.uint8).reshape(chunks)
+        stream = zlib.decompressobj()
+        part = np.frombuffer(stream.decompress(compressed, most), np.uint8).reshape(chunks)
+        if not stream.eof:
+            raise ValueError("a chunk of its frames was cut short")
         into.write(row + offset, part[: rows - offset])
 
     workers = os.cpu_count() or 1
     waiting: deque[Future[None]] = deque()
     with ThreadPoolExecutor(workers) as pool:
-        for number in range(dataset.id.get_num_chunks()):
-            offset = dataset.id.get_chunk_info(number).chunk_offset
-            if offset[1:] != (0, 0, 0):
-                raise ValueError("its frames are not stored whole")
+        for offset in offsets:
             waiting.append(pool.submit(write, offset[0], dataset.id.read_direct_chunk(offset)[1]))
             if len(waiting) > 2 * workers:
                 waiting.popleft().result()

@@ -6,7 +6,8 @@ Letters: T samples of a demonstration, H W picture size.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -42,33 +43,22 @@ LIBERO_NUMBERS: Final = {
 """The benchmark's number of each task in `SUITES`, whose order is that of the published reward models."""
 
 
-def is_robomimic(path: Path) -> bool:
-    """Return True for an HDF5 file with demonstrations."""
-    return _holds(path, lambda file: bool(_demos_in(file)))
-
-
-def is_libero(path: Path) -> bool:
+def holds_libero(file: h5py.File) -> bool:
     """Return True for a file of LIBERO's demonstrations."""
-    return _holds(path, lambda file: _is_libero(file, _demos_in(file)[0]))
-
-
-def _holds(path: Path, check: Callable[[h5py.File], bool]) -> bool:
-    try:
-        with open_hdf5(path) as file:
-            return check(file)
-    except UNREADABLE:
-        return False
-
-
-def _is_libero(file: h5py.File, demo: str) -> bool:
-    data, obs = group_in(file, "data"), group_in(file, f"data/{demo}/obs")
-    return "problem_info" in data.attrs and "agentview_rgb" in obs and "ee_states" in obs
+    data = group_in(file, "data")
+    obs = group_in(data, f"{next(iter(data), '')}/obs") if "problem_info" in data.attrs else ()
+    return "agentview_rgb" in obs and "ee_states" in obs
 
 
 def _demos_in(file: h5py.File) -> list[str]:
-    names = (str(name).partition("demo_") for name in group_in(file, "data"))
-    numbers = sorted(int(end) for start, _, end in names if not start and end.isdecimal() and len(end) < 20)
-    return [f"demo_{number}" for number in numbers]
+    names = list(map(str, group_in(file, "data")))
+    if odd := [name for name in names if not re.fullmatch(r"demo_[0-9]{1,18}", name)]:
+        raise ValueError(f"data/{odd[0]} is not called demo_ and a number: rename it")
+    return sorted(names, key=_number)
+
+
+def _number(demo: str) -> int:
+    return int(demo.removeprefix("demo_"))
 
 
 class RobomimicFile(DataSet):
@@ -110,7 +100,7 @@ class RobomimicFile(DataSet):
                 self.note_no_success()
 
     def _check_kind(self, file: h5py.File) -> None:
-        if _is_libero(file, self.demos[0]):
+        if holds_libero(file):
             raise ConfigError(
                 f"{self.path} has LIBERO's demonstrations, whose pictures come after their actions and are "
                 "upside down. Import them first: asyncrl recordings import FILES --out FOLDER."
@@ -156,7 +146,9 @@ class RobomimicFile(DataSet):
         for numbers, what in ((rewards, "rewards"), (success, self.success)):
             if len(numbers) != steps:
                 raise ValueError(f"{name} has {steps} actions and {len(numbers)} {what}")
-        where, after = f"{self.path} {name}", "next_obs" in group_in(file, f"data/{name}")
+        where, demo = f"{self.path} {name}", group_in(file, f"data/{name}")
+        last = set(group_in(demo, "next_obs")) if "next_obs" in demo else set[str]()
+        after = {*self.cameras, *self.state} <= last
         return self.episode(
             where,
             self._start(file, name),
@@ -171,7 +163,7 @@ class RobomimicFile(DataSet):
         return SimStart(
             name=f"{self.looks.simulator}/{self.path.stem}/{name}",
             task=self._task(file, name),
-            seed=int(name.removeprefix("demo_")),
+            seed=_number(name),
         )
 
     def _numbers(self, file: h5py.File, name: str, key: str, flag: str) -> NDArray[np.float32]:
@@ -184,12 +176,13 @@ class RobomimicFile(DataSet):
         shape = (len(kept) + after, len(self.cameras), self.looks.height, self.looks.width, 3)
         placed = np.empty(shape, np.uint8)
         for camera, key in enumerate(self.cameras):
-            stored = dataset_in(file, f"data/{name}/obs/{key}")
-            if len(stored) != steps:
-                raise ValueError(f"{name} has {steps} actions and {len(stored)} pictures of {key}")
-            sources = [(stored, step) for step in kept]
-            if after:
-                sources.append((dataset_in(file, f"data/{name}/next_obs/{key}"), -1))
+            all_stored = [
+                dataset_in(file, f"data/{name}/{of}/{key}") for of in ("obs", "next_obs")[: 1 + after]
+            ]
+            for stored in all_stored:
+                if len(stored) != steps:
+                    raise ValueError(f"{name} has {steps} actions and {len(stored)} pictures of {key}")
+            sources = [(all_stored[0], step) for step in kept] + [(all_stored[-1], -1)] * after
             for row, (source, step) in enumerate(sources):
                 picture = source[step]
                 upright = picture if picture.shape[-1] == 3 else picture.transpose(1, 2, 0)

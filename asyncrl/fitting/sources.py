@@ -6,43 +6,57 @@ import logging
 from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from tqdm import tqdm
 
-from asyncrl.errors import AssetError, ConfigError
+from asyncrl.errors import AssetError, ConfigError, first_line
 from asyncrl.fitting import recording_files as recordings
 from asyncrl.fitting.data_sets import AS_STORED, DataSet
 from asyncrl.fitting.lerobot import LeRobotFolder, is_lerobot
-from asyncrl.fitting.recording_files import RATE, FrameFile, RecordingFile, Recordings
-from asyncrl.fitting.robomimic import RobomimicFile, is_robomimic
+from asyncrl.fitting.recording_files import RATE, UNREADABLE, FrameFile, RecordingFile, Recordings, hdf5_files
+from asyncrl.fitting.robomimic import RobomimicFile, holds_libero
 from asyncrl.fitting.settings import DataSetSettings
+from asyncrl.storage.untrusted import open_hdf5
 
 _log = logging.getLogger(__name__)
 
 
-def open_data_sets(path: Path, settings: DataSetSettings = AS_STORED) -> list[DataSet]:
-    """Open the data sets of other programs at a path; none if there are none."""
-    if path.is_dir():
-        if is_lerobot(path):
-            return [LeRobotFolder(path, settings)]
-        files = (file for file in sorted(path.iterdir()) if file.suffix in (".h5", ".hdf5"))
-        return [RobomimicFile(file, settings) for file in files if is_robomimic(file)]
-    return [RobomimicFile(path, settings)] if path.is_file() and is_robomimic(path) else []
+Kind = Literal["recording", "robomimic", "libero", "lerobot"]
 
 
-def _open_sources(path: Path, settings: DataSetSettings) -> Sequence[RecordingFile | DataSet]:
-    if path.is_file() and recordings.is_recording(path):
-        return [recordings.read_part(path)]
-    if not path.is_dir() or not any(path.glob("part-*.h5")):
-        if found := open_data_sets(path, settings):
-            return found
-        if path.is_file():
-            raise ConfigError(
-                f"{path} is neither a recording (HDF5 with the attribute format), nor robomimic's HDF5 "
-                "(data/demo_0). Give one, a folder with part-*.h5, or a LeRobot v3 folder (meta/info.json)."
-            )
-    return [recordings.read_part(file) for file in recordings.recording_files(path)]
+def list_sources(path: Path) -> list[tuple[Path, Kind]]:
+    """List the LeRobot folder or all HDF5 files at a path, with their kinds; a file of no kind is refused."""
+    if is_lerobot(path):
+        return [(path, "lerobot")]
+    return [(file, _kind_of(file)) for file in hdf5_files(path)]
+
+
+def _kind_of(path: Path) -> Kind:
+    try:
+        with open_hdf5(path) as file:
+            if str(file.attrs.get("format", "")).startswith("asyncrl-recordings-"):
+                return "recording"
+            if "data" in file:
+                return "libero" if holds_libero(file) else "robomimic"
+        problem = "is neither a recording (attribute format), nor robomimic's HDF5 (data/demo_0)"
+    except UNREADABLE as error:
+        problem = f"cannot be read ({first_line(error)})"
+    raise ConfigError(
+        f"{path} {problem}. Copy it again or move it away; what is read are recordings, robomimic's files, "
+        "folders of either, and LeRobot v3 folders (meta/info.json)."
+    )
+
+
+def open_data_sets(path: Path, settings: DataSetSettings = AS_STORED) -> Sequence[RecordingFile | DataSet]:
+    """Open all that is at a path."""
+    if is_lerobot(path):
+        return [LeRobotFolder(path, settings)]
+    return [
+        recordings.read_part(file) if kind == "recording" else RobomimicFile(file, settings)
+        for file, kind in list_sources(path)
+    ]
 
 
 def check_alike(sources: Sequence[RecordingFile | DataSet]) -> None:
@@ -63,7 +77,7 @@ def load_recordings(paths: Iterable[Path], settings: DataSetSettings = AS_STORED
         AssetError: Nothing is there, or there is no room for the pictures.
         ConfigError: A file is damaged or of an unknown kind, sources differ, or settings apply to none.
     """
-    sources = [source for path in paths for source in _open_sources(path, settings)]
+    sources = [source for path in paths for source in open_data_sets(path, settings)]
     if not sources:
         raise AssetError("no recordings were given. Name a folder or file: --data PATH.")
     if settings != AS_STORED and all(isinstance(source, RecordingFile) for source in sources):

@@ -76,6 +76,12 @@ def read_bytes(path: Path) -> bytes:
         return file.read()
 
 
+def files_in(folder: Path, *suffixes: str) -> list[Path]:
+    """List by name what ends in one of `suffixes`, also in capitals, in a folder, without hidden files."""
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return sorted(path for path in entries if path.suffix.lower() in suffixes and path.name[0] != ".")
+
+
 def make_folder(path: Path) -> None:
     """Make a folder of a run, with its parents, unless it exists."""
     kind = kind_of(path)

@@ -228,5 +228,5 @@ def test_the_command_imports_shows_and_exports(tmp_path: Path, capsys: pytest.Ca
     assert "2 starts and 1 key frames" in shown
     with pytest.raises(ConfigError, match="already holds recordings"):
         recordings_command(["import", str(tmp_path / "published"), "--out", data])
-    with pytest.raises(ConfigError, match="no file, nor a folder"):
+    with pytest.raises(ConfigError, match="No such file"):
         recordings_command(["import", str(tmp_path / "nowhere.hdf5"), "--out", str(tmp_path / "new")])

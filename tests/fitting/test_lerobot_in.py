@@ -286,6 +286,39 @@ def _rewrite(path: Path, column: str, values: list[object]) -> None:
             "below zero, or one that is no number",
         ),
         *(
+            (
+                lambda f, off=off: _rewrite(
+                    f / EPISODES, f"videos/{TOP}/from_timestamp", [0.0, off / 30, 0.0]
+                ),
+                said,
+            )
+            for off, said in (
+                (12.6, "begins at"),
+                (13, "begins at"),
+                (11, "before ends at 0.4000"),
+                (12.11, "begins"),
+            )
+        ),
+        (
+            lambda f: _rewrite(f / EPISODES, f"videos/{TOP}/from_timestamp", [0.0, 0.4, 1 / 30]),
+            "episode 2 begins at 0.0333 s in the movie",
+        ),
+        *(
+            (lambda f, c=column, v=values: _rewrite(f / "data/chunk-000/file-001.parquet", c, v), said)
+            for column, values, said in (
+                ("frame_index", [*range(13, -1, -1)], "row 0 of an episode has another frame_index"),
+                ("frame_index", [*range(13), 14], "row 13 of an episode has another frame_index"),
+                (
+                    "timestamp",
+                    [(i + 0.5) / 30 for i in range(14)],
+                    "row 0 of an episode has another timestamp",
+                ),
+                ("timestamp", [float("nan")] * 14, "has another timestamp"),
+                ("episode_index", [2] * 13 + [3], "it has episode 3, which meta/episodes lacks"),
+            )
+        ),
+        (lambda folder: _edit(folder, total_episodes=4), "has 3 episodes, meta/info.json says 4"),
+        *(
             (lambda f, rows=rows: _rewrite(f / "data/chunk-000/file-001.parquet", "action", rows), said)
             for rows, said in (
                 ([[0.0] * 15] * 14, "episode 2 has 15 numbers of an action, where the data set has 14"),

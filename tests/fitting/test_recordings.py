@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -99,12 +101,39 @@ def test_batches_are_the_rows_that_were_asked_for() -> None:
 # ---- what is read --------------------------------------------------------------------------------
 
 
-def test_pictures_that_another_program_packed_are_read_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("packed", "written", "raw"),
+    [
+        ({"chunks": (7, 16, 32, 3), "compression": "lzf"}, 20, False),
+        ({"compression": "gzip"}, 20, False),
+        ({"chunks": (16, 32, 32, 3), "compression": "gzip"}, 20, False),
+        ({"chunks": (1, 32, 32, 3), "compression": "gzip", "fillvalue": 255}, 11, False),
+        ({"chunks": (1, 32, 32, 3), "compression": "gzip"}, 11, False),
+        ({"chunks": (3, 32, 32, 3), "compression": "gzip", "maxshape": (None, 32, 32, 3)}, 19, True),
+        ({"chunks": (1, 32, 32, 3), "compression": "gzip"}, 20, True),
+        ({"chunks": (1, 32, 32, 3), "compression": "gzip", "shuffle": True}, 20, False),
+        ({"chunks": (1, 32, 32, 3), "compression": "gzip", "fletcher32": True}, 20, False),
+        ({"chunks": (1, 32, 32, 3), "scaleoffset": 0, "compression": "gzip"}, 20, False),
+        ({"chunks": (1, 32, 32, 3)}, 20, True),
+        ({}, 20, False),
+    ],
+)
+def test_pictures_that_another_program_packed_are_read_as_hdf5_reads_them(
+    tmp_path: Path, packed: dict[str, Any], written: int, raw: bool
+) -> None:
+    """`raw`: one chunk was stored without its filters."""
     (episode,) = write_recorded(tmp_path, recorded_spec(32), (20,))
     with h5py.File(tmp_path / "part-00000.h5", "a") as file:
         del file["frames"]
-        file.create_dataset("frames", data=episode.frames, chunks=(7, 16, 32, 3), compression="lzf")
-    np.testing.assert_array_equal(load_recordings([tmp_path]).frames[:], episode.frames)
+        frames = file.create_dataset("frames", (20, 32, 32, 3), np.uint8, **packed)
+        frames[:written] = episode.frames[:written]
+    with h5py.File(tmp_path / "part-00000.h5", "a") as file:
+        if raw:
+            one = np.full(packed["chunks"], 77, np.uint8)
+            file["frames"].id.write_direct_chunk((len(one), 0, 0, 0), one.tobytes(), filter_mask=1)
+    with h5py.File(tmp_path / "part-00000.h5") as file:
+        expected = file["frames"][:]
+    np.testing.assert_array_equal(load_recordings([tmp_path]).frames[:], expected)
 
 
 @pytest.mark.parametrize(
@@ -118,17 +147,18 @@ def test_pictures_that_another_program_packed_are_read_too(tmp_path: Path) -> No
         ("poses", lambda rows: rows.astype(float), r"20 frames, but poses are float64\[20, 8\]"),
         ("poses", lambda rows: rows[:, 1:], r"20 frames, but poses are float32\[20, 7\]"),
         ("poses", lambda rows: rows * np.float32(np.nan), "its poses are not all finite"),
-        ("frames", None, "is not a recording"),
+        ("frames", b"no zlib stream", "is not a recording"),
+        ("frames", zlib.compress(bytes(16 * 32 * 32 * 3))[:-2], "cut short"),
     ],
 )
 def test_a_damaged_recording_is_named(
-    tmp_path: Path, name: str, change: Callable[[np.ndarray], object] | None, said: str
+    tmp_path: Path, name: str, change: Callable[[np.ndarray], object] | bytes, said: str
 ) -> None:
     write_recorded(tmp_path, recorded_spec(32, poses=True), (9, 11))
     path = tmp_path / "part-00000.h5"
     with h5py.File(path, "a") as file:
-        if change is None:
-            file[name].id.write_direct_chunk((0, 0, 0, 0), b"no zlib stream")
+        if isinstance(change, bytes):
+            file[name].id.write_direct_chunk((0, 0, 0, 0), change)
         else:
             rows = change(file[name][:])
             del file[name]
@@ -141,7 +171,7 @@ def test_a_damaged_recording_is_named(
 @pytest.mark.timeout(60)
 def test_a_recording_that_is_a_named_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "part-00000.h5")
-    with pytest.raises(ConfigError, match=r"part-00000.h5 is not a recording .*named pipe"):
+    with pytest.raises(ConfigError, match=r"part-00000.h5 cannot be read .*named pipe"):
         load_recordings([tmp_path])
 
 

@@ -155,6 +155,7 @@ def test_a_file_without_an_instruction_asks_for_one(tmp_path: Path, episodes: li
     ("name", "change", "said"),
     [
         ("obs/agentview_image", lambda stored: stored[:-1], "11 actions and 10 pictures"),
+        ("next_obs/agentview_image", lambda stored: stored[:-1], "11 actions and 10 pictures"),
         ("actions", lambda stored: stored * math.nan, "demo_10: actions are not all finite"),
         (
             "actions",
@@ -166,7 +167,7 @@ def test_a_file_without_an_instruction_asks_for_one(tmp_path: Path, episodes: li
 def test_a_damaged_file_is_named_and_an_import_of_it_writes_nothing(
     tmp_path: Path, episodes: list[Sampled], name: str, change: Callable[[np.ndarray], object], said: str
 ) -> None:
-    path = write_robomimic_file(tmp_path / "lift.hdf5", episodes)
+    path = write_robomimic_file(tmp_path / "lift.hdf5", episodes, next_obs=True)
     with h5py.File(path, "a") as file:
         demo = file["data/demo_10"]
         stored = demo[name][:]
@@ -179,13 +180,80 @@ def test_a_damaged_file_is_named_and_an_import_of_it_writes_nothing(
     assert not list((tmp_path / "data").glob("*"))
 
 
+def _shorten(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+
+
+def _rename_demo(path: Path, name: str) -> None:
+    with h5py.File(path, "a") as file:
+        file.move("data/demo_10", f"data/{name}")
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 @pytest.mark.timeout(60)
-def test_a_named_pipe_among_the_files_is_left_out(tmp_path: Path, episodes: list[Sampled]) -> None:
-    write_robomimic_file(tmp_path / "b.hdf5", episodes)
-    os.mkfifo(tmp_path / "a.hdf5")
-    assert len(load_recordings([tmp_path])) == 3
-    with pytest.raises(AssetError, match="holds no"):
-        load_recordings([tmp_path / "a.hdf5"])
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        ("b.hdf5", _shorten, "cannot be read .*truncated"),
+        ("B.HDF5", _shorten, "cannot be read .*truncated"),
+        ("b.H5", lambda path: path.write_bytes(b""), "cannot be read"),
+        ("b.hdf5", _pipe, "cannot be read .*named pipe"),
+        ("b.h5", lambda path: h5py.File(path, "w").close(), "neither a recording"),
+        *((("b.hdf5", lambda path, name=name: _rename_demo(path, name), f"data/{name} is not called demo_"))
+          for name in ("demo_x", "demo_1_aug", "episode_3", "demo_²")),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_understood_is_named_at_every_door(
+    tmp_path: Path, episodes: list[Sampled], name: str, damage: Callable[[Path], object], said: str
+) -> None:
+    folder = tmp_path / "set"
+    write_robomimic_file(folder / "a.hdf5", episodes)
+    path = write_robomimic_file(folder / name, episodes)
+    damage(path)
+    doors = (
+        lambda: load_recordings([folder]),
+        lambda: load_recordings([path]),
+        lambda: recordings_command(["import", str(folder), "--out", str(tmp_path / "data")]),
+        lambda: recordings_command(["export", str(folder), str(tmp_path / "out")]),
+    )
+    for door in doors:
+        with pytest.raises(ConfigError, match=rf"{name}.*{said}"):
+            door()
+    for command in ("list", "stats"):
+        with pytest.raises(ConfigError, match=r"set/[abB]\."):
+            recordings_command([command, str(folder)])
+
+
+def test_endings_in_capitals_are_read_and_files_below_are_named(
+    tmp_path: Path, episodes: list[Sampled], caplog: pytest.LogCaptureFixture
+) -> None:
+    write_robomimic_file(tmp_path / "in" / "a.hdf5", episodes)
+    write_robomimic_file(tmp_path / "in" / "B.HDF5", episodes)
+    path = write_robomimic_file(tmp_path / "in" / "c.H5", episodes)
+    _rename_demo(path, "demo_007")
+    write_robomimic_file(tmp_path / "in" / "more" / "d.H5", episodes)
+    (tmp_path / "in" / "._a.hdf5").write_bytes(b"what macOS adds to a copy")
+    found = load_recordings([tmp_path / "in"])
+    assert found.seeds.tolist() == [0, 10, 20, 0, 10, 20, 0, 7, 20]
+    assert "more/d.H5 lies in a folder below and is not read" in caplog.text
+    with pytest.raises(AssetError, match=r"holds no .*or name .*/in\."):
+        load_recordings([tmp_path])
+
+
+def test_numbers_without_a_picture_after_the_last_action_leave_the_last_picture(
+    tmp_path: Path, episodes: list[Sampled]
+) -> None:
+    path = write_robomimic_file(tmp_path / "lift.hdf5", episodes, next_obs=True)
+    with h5py.File(path, "a") as file:
+        for demo in file["data"].values():
+            del demo["next_obs/agentview_image"]
+    read = load_recordings([path])
+    np.testing.assert_array_equal(read.frames[10], read.frames[9])
+    assert read.offsets.tolist() == [0, 11, 23, 36]
 
 
 def _lead_away(path: Path, *names: str) -> None:
@@ -218,7 +286,7 @@ def test_links_to_other_files_beside_what_is_read_are_not_followed(
         ("data/demo_0/actions", "has no actions"),
         ("data/demo_10/actions", "data/demo_10/actions is not a dataset of this file"),
         ("data/demo_10", "data/demo_10/actions is not a dataset of this file"),
-        ("data/demo_10/next_obs", "data/demo_10/next_obs/.* is not a dataset of this file"),
+        ("data/demo_10/next_obs", "there is no group next_obs"),
     ],
 )
 def test_links_to_other_files_in_the_place_of_what_is_read_are_refused(
@@ -249,7 +317,7 @@ def test_what_looks_into_recordings_says_how_to_make_some(tmp_path: Path, episod
 
 def test_what_is_of_no_kind_is_refused_with_the_kinds_there_are(tmp_path: Path) -> None:
     path = tmp_path / "x.h5"
-    path.write_bytes(b"no HDF5")
+    h5py.File(path, "w").close()
     with pytest.raises(ConfigError, match=r"neither a recording .* nor robomimic.*LeRobot v3 folder"):
         load_recordings([path])
     with h5py.File(path, "w") as file:
