@@ -280,11 +280,8 @@ def measured_motions(recordings: Recordings) -> MotionStatistics:
 
 @torch.no_grad()
 def prepare_poses(model: PoseModel, poses_F8: NDArray[np.float32]) -> None:
-    """Scale a fresh model by the deviation of recorded poses ``[F, 8]``, and let it predict no motion.
-
-    ``x = relu(x) - relu(-x)`` passes both layers in twice eight channels, and the others add nothing yet: a
-    model that must first learn to repeat a pose is centimetres wrong for long.
-    """
+    """Scale a fresh model by the deviation of recorded poses ``[F, 8]``, and let it predict no motion."""
+    # ``x = relu(x) - relu(-x)`` passes both layers in twice eight channels, and the others add nothing yet.
     model.abs_action_mean.copy_(torch.from_numpy(poses_F8.mean(0)))
     model.abs_action_std.copy_(torch.from_numpy(poses_F8.std(0)).clamp(min=LEAST_POSE_SPREAD))
     first, second, last = (layer for layer in model.net if isinstance(layer, nn.Linear))
@@ -298,11 +295,7 @@ def prepare_poses(model: PoseModel, poses_F8: NDArray[np.float32]) -> None:
 
 
 def pose_loss(model: PoseModel, actions_BC7: Tensor, poses_BC8: Tensor, first_B8: Tensor) -> Tensor:
-    """Compute the mean squared error ``[]`` of a model's poses of a decision, in `UNITS`.
-
-    The model continues from its own poses, as in imagination. `poses_BC8` follow each action, `first_B8`
-    precedes the first one; float32.
-    """
+    """Compute the mean squared error ``[]``, in `UNITS`, of the poses followed from `first_B8` on."""
     units = torch.tensor(UNITS, device=poses_BC8.device)
     return ((model.follow(actions_BC7, first_B8) - poses_BC8) / units).square().mean()
 
@@ -324,10 +317,7 @@ def fit_poses(model: PoseModel, recordings: Recordings, schedule: Schedule) -> f
 
 @torch.no_grad()
 def followed_poses(model: PoseModel, recordings: Recordings) -> Tensor:
-    """Follow the hand through every episode from its first pose: ``[F, 8]`` float32 on the model's device.
-
-    Trained on these, not the recorded poses, the network learns how far to trust them in imagination.
-    """
+    """Follow the hand through every episode from its first pose: ``[F, 8]`` float32 on the model's device."""
     device = next(model.parameters()).device
     lengths = np.diff(recordings.offsets)
     places = np.arange(lengths.max())

@@ -165,10 +165,8 @@ def fit_policy(
 ) -> float:
     """Minimise the negative log-likelihood of the recorded actions, in nats per token.
 
-    Args:
-        drawn: ``[F, H, W, 3]`` uint8, drawn by a world model's autoencoder, for every second step.
-        jitter: Standard deviation of the noise on the imitated tokens, in bins.
-        average: Decay of the moving average of the weights, which replaces them at the end; 0: none.
+    `drawn` are the frames as a world's autoencoder draws them, for every second step; `jitter` is the
+    standard deviation of the noise on the imitated tokens, in bins; `average` as in `minimise`.
     """
     require_trainable(policy.config)
     check_imitable(policy, recordings)

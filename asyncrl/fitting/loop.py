@@ -178,10 +178,8 @@ def minimise(
 ) -> float:
     """Train `module` with AdamW and return the mean loss of the last tenth.
 
-    Args:
-        loss_at: Computes a loss, ``[]`` float32, with gradient: of step i; with several micro-batches of
-            part ``i % parts`` of step ``i // parts``.
-        average: Decay of the moving average of the weights, which replaces them at the end; 0: none.
+    `loss_at` computes a loss ``[]`` of part ``i % parts`` of step ``i // parts``. `average` is the decay of
+    the moving average of the weights, which replaces them at the end; 0: none.
     """
     optimizer, parts = _adamw(module, weight_decay), schedule.parts
     parameters = [p for p in module.parameters() if p.requires_grad]

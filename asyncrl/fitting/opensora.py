@@ -13,7 +13,6 @@ from typing import ClassVar, Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.devices.tensors import to_device
@@ -89,14 +88,13 @@ def windows(recordings: Recordings, latents: Latents, action_range: ActionRange)
     """Cut episodes into windows, one behind every frame with eight more behind it."""
     device = latents.all.device
     actions = to_device(recordings.actions, device)
-
-    def last_frames(seen: NDArray[np.int64]) -> NDArray[np.int64]:  # The first stands in for earlier ones.
-        return np.maximum(seen[:, None] - CONDITION + np.arange(CONDITION), 0)
-
+    past = np.arange(CONDITION) - CONDITION  # The first stands in for earlier ones.
     return FrameWindows(
         latents=latents.all,
         actions=normalise(actions, *action_range.tensors(device)),
-        rows=to_device(window_rows(recordings.offsets, last_frames), device),
+        rows=to_device(
+            window_rows(recordings.offsets, lambda seen: np.maximum(seen[:, None] + past, 0)), device
+        ),
     )
 
 

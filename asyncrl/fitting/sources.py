@@ -71,12 +71,7 @@ def check_alike(sources: Sequence[RecordingFile | DataSet]) -> None:
 
 
 def load_recordings(paths: Iterable[Path], settings: DataSetSettings = AS_STORED) -> Recordings:
-    """Read folders and files of any kind. The pictures are unpacked into a temporary file.
-
-    Raises:
-        AssetError: Nothing is there, or there is no room for the pictures.
-        ConfigError: A file is damaged or of an unknown kind, sources differ, or settings apply to none.
-    """
+    """Read folders and files of any kind. The pictures are unpacked into a temporary file."""
     sources = [source for path in paths for source in open_data_sets(path, settings)]
     if not sources:
         raise AssetError("no recordings were given. Name a folder or file: --data PATH.")

@@ -168,11 +168,7 @@ def stream_of(frames: Tensor) -> Tensor:
 def encode_recordings(
     vae: WanVae, recordings: Recordings, *, kept: torch.device | None = None, ranks: FitRanks = ONE_RANK
 ) -> Latents:
-    """Encode every episode as one stream, padded with its last frame; a collective over `ranks`.
-
-    Args:
-        kept: Device of the latents; None: the VAE's. With several ranks the CPU.
-    """
+    """Encode every episode as one stream, padded with its last frame; a collective over `ranks`."""
     device = next(vae.parameters()).device
     # The anchor, the first memory, and one latent per 4 frames begun.
     lengths = 2 + -(-(np.diff(recordings.offsets) - 1) // 4)

@@ -82,13 +82,9 @@ def to_video(frames_BTHW3: Tensor) -> Tensor:
 def reconstruction_loss(drawn_B3THW: Tensor, wanted_B3THW: Tensor, background: Tensor) -> Tensor:
     """Compute absolute plus twice the squared error, heavier where a pixel differs from the average picture.
 
-    Without the weight a decoder learns the table and forgets the cubes.
-
-    Args:
-        drawn_B3THW: float32, not clamped.
-        wanted_B3THW: float32 in [-1, 1].
-        background: ``[3, H, W]`` float32, or ``[B, 3, H, W]``, that of each row's scene.
+    `background`, ``[3, H, W]`` or ``[B, 3, H, W]``, and `wanted_B3THW` are in [-1, 1].
     """
+    # Without the weight a decoder learns the table and forgets the cubes.
     away = (wanted_B3THW - background.unsqueeze(-3)).abs().mean(1, keepdim=True)
     error = drawn_B3THW - wanted_B3THW
     return ((1 + FOREGROUND_WEIGHT * away) * (error.abs() + 2 * error.square())).mean()
@@ -325,9 +321,7 @@ def window_rows(
 ) -> NDArray[np.int64]:
     """Return windows ``[W, P + C]``, rows of the recordings, after every frame before a whole decision.
 
-    Args:
-        offsets: ``[E + 1]`` of the episodes.
-        given: Maps counts of frames seen ``[n]``, at least 1, to the remembered frames ``[n, P]``.
+    `given` maps counts of frames seen ``[n]``, at least 1, to the remembered frames ``[n, P]``.
     """
     windows = []
     for begin, end in pairwise(offsets.tolist()):
