@@ -36,11 +36,12 @@ def list_sources(path: Path) -> list[tuple[Path, Kind]]:
 def _kind_of(path: Path) -> Kind:
     try:
         with open_hdf5(path) as file:
-            if str(file.attrs.get("format", "")).startswith("asyncrl-recordings-"):
+            found = str(file.attrs.get("format", ""))
+            if found.startswith("asyncrl-recordings-"):
                 return "recording"
             if "data" in file:
                 return "libero" if holds_libero(file) else "robomimic"
-        problem = "is neither a recording (attribute format), nor robomimic's HDF5 (data/demo_0)"
+        problem = f"is neither a recording (format {found!r}), nor robomimic's HDF5 (data/demo_0)"
     except UNREADABLE as error:
         problem = f"cannot be read ({first_line(error)})"
     raise ConfigError(
