@@ -364,10 +364,11 @@ def test_the_coefficient_of_rlinfs_relative_reward_cancels_in_group_advantages()
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_scoring_waits_for_nothing(tmp_path: Path) -> None:
     write_groups(tmp_path / "long")
-    write_pth(tmp_path / "evac.pth", random_tensors(4, normed=True))
+    (tmp_path / "one").mkdir()
+    write_pth(tmp_path / "one" / "evac.pth", random_tensors(4, normed=True))
     device = torch.device("cuda")
     long = ResNetReward.load(tmp_path / "long", device, LONG)
-    one = ResNetReward.load(tmp_path, device, ())
+    one = ResNetReward.load(tmp_path / "one", device, SPATIAL)
     frames, tasks = some_frames(4), [LONG[i] for i in (8, 1, 1, 5)]
     there = frames.to(device)
     expected = [long.score(there, tasks).cpu(), one.score(there, tasks).cpu()]  # libraries choose kernels
