@@ -44,9 +44,9 @@ def about(command: str) -> str:
     return f"{what.rstrip('.')}{': ' if arguments else ''}{arguments}"
 
 
-def program() -> NoReturn:
-    """Entry point of `asyncrl`."""
-    raise SystemExit(expect_exit(main(sys.argv[1:])))
+def program(*command: str) -> NoReturn:
+    """Entry point of `asyncrl`; with a `command`, of a script in torchrun_scripts."""
+    raise SystemExit(expect_exit(main([*command, *sys.argv[1:]])))
 
 
 def main(arguments: list[str]) -> int:
@@ -103,8 +103,7 @@ def _answered(name: str, action: Callable[[], int | None]) -> int:
 
 
 def _give_up_output() -> None:
-    """Discard buffered and later output, so that it cannot raise while Python ends."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (sys.stdout, sys.stderr):  # So that it cannot raise while Python ends.
         try:
             stream.flush()
         except (OSError, AttributeError, ValueError):
@@ -149,17 +148,3 @@ def leftover(error: Exception) -> tuple[str, int] | None:
     if isinstance(error, MemoryError) or allocation or type(error).__name__ == "OutOfMemoryError":
         return f"there is not enough memory ({what}). Use smaller numbers or a larger host. {how}", 1
     return None
-
-
-def torchrun_main() -> NoReturn:
-    """Entry point of torchrun_scripts/train.sh, for a rank of torchrun."""
-    raise SystemExit(expect_exit(run("train", sys.argv[1:])))
-
-
-def evaluate_main() -> NoReturn:
-    """Entry point of torchrun_scripts/evaluate.sh."""
-    raise SystemExit(expect_exit(run("evaluate", sys.argv[1:])))
-
-
-if __name__ == "__main__":
-    program()

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.records import END_REASONS, UNKNOWN_LENGTH, Episode
+from asyncrl.records import UNKNOWN_LENGTH, Episode
 
 SCHEMA_VERSION: Final = 1  # of messages, and of episodes whose sample is action tokens
 COUNTED_SCHEMA_VERSION: Final = 3  # of episodes with `steps_taken`
@@ -57,14 +55,10 @@ OPTIONAL_ARRAYS: Final[dict[str, ArraySpec]] = {
 }
 """Further arrays of `COUNTED_SCHEMA_VERSION`, after all others."""
 
-TOKENS: Final[Mapping[str, ArraySpec]] = MappingProxyType(
-    {"tokens": ArraySpec("int32", ("N", "C", "A"), "action bin")}
-)
+TOKENS: Final[Mapping[str, ArraySpec]] = {"tokens": ArraySpec("int32", ("N", "C", "A"), "action bin")}
 """Sample of a policy of action tokens. An array `tokens` always has this type and shape."""
 SAMPLE_DTYPES: Final = ("uint8", "int32", "int64", "float32")
 MAX_SAMPLE_ARRAYS: Final = 16
-MAX_NUMBER: Final = 1e6
-"""Limit of actions, log-probs (nats), values, rewards and sampled floats: their squares stay finite."""
 MAX_SAMPLE_DIMENSIONS: Final = 8
 
 EPISODE_SCALARS: Final[dict[str, type]] = {
@@ -190,18 +184,6 @@ def as_fields(arrays: Mapping[str, Any]) -> dict[str, Any]:
     return fields | {"sample": {name: array for name, array in arrays.items() if name not in known}}
 
 
-def decision_layout(episode: Episode) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return type and shape of a decision's log-probs, sample and optional arrays, constant in a group."""
-    arrays = {"logprobs": episode.logprobs, **episode.sample}
-    arrays |= {n: array for n in ("more_frames", "states") if (array := getattr(episode, n)) is not None}
-    return {name: (array.dtype.name, array.shape[1:]) for name, array in arrays.items()}
-
-
-def problem_with(episode: Episode) -> str | None:
-    """Return why an episode is inconsistent in types, shapes, numbers or its end; None if it is sound."""
-    return problem_with_shapes(episode) or next(_problems(episode), None)
-
-
 def problem_with_shapes(episode: Episode) -> str | None:
     """Return why the types or shapes of an episode's arrays are inconsistent; None if they are sound."""
     arrays = episode_arrays(episode)
@@ -214,41 +196,3 @@ def problem_with_shapes(episode: Episode) -> str | None:
         if array.dtype != np.dtype(spec.dtype):
             return f"{name} is {array.dtype}, expected {spec.dtype}"
     return None
-
-
-def _problems(episode: Episode) -> Iterator[str]:
-    (decisions, chunk), taken = episode.rewards.shape, episode.steps_taken
-    unknown, films = taken == UNKNOWN_LENGTH, len(episode.video)
-    if decisions < 1 or films not in (0, decisions * chunk if unknown else taken):
-        yield f"{decisions} decisions and {films} video frames do not belong together"
-    if not 0 <= episode.member < episode.group_size:
-        yield f"member {episode.member} of a group of {episode.group_size}"
-    named = {name: getattr(episode, name) for name in ("logprobs", "actions", "rewards")}
-    named |= {name: getattr(episode, name) for name in optional_of(episode) if "state" in name}
-    named |= {name: array for name, array in episode.sample.items() if array.dtype.kind == "f"}
-    for name, array in named.items():
-        if not (np.abs(array) <= MAX_NUMBER).all():  # False for nan too.
-            yield f"{name} holds a number that is not finite, or beyond {MAX_NUMBER:g}"
-    scores, values, tokens = episode.success_scores, episode.values, episode.sample.get("tokens")
-    if not ((scores >= 0) & (scores <= 1)).all():
-        yield f"success_scores are probabilities, but lie in {scores.min():g}..{scores.max():g}"
-    if not (np.isnan(values).all() or (np.abs(values) <= MAX_NUMBER).all()):
-        yield f"values must all be finite and at most {MAX_NUMBER:g}, or all nan where there is no critic"
-    if tokens is not None and (episode.logprobs > 0).any():
-        yield "log-probs of tokens must be at most 0"
-    if tokens is not None and ((tokens < 0).any() or (tokens > 255).any()):
-        yield "action tokens must lie in 0..255"
-    if (episode.policy_versions < 0).any():
-        yield "policy versions must not be negative"
-    if not (math.isfinite(episode.temperature) and episode.temperature >= 0) or episode.top_k < 0:
-        yield f"temperature {episode.temperature} and top_k {episode.top_k} cannot have been sampled with"
-    if episode.end_reason not in END_REASONS:
-        yield f"end_reason is {episode.end_reason!r}, expected one of {', '.join(END_REASONS)}"
-    if unknown and episode.end_reason == "terminated":
-        yield "end_reason is 'terminated', but it does not say how many steps were taken"
-    if unknown and episode.success and not (episode.rewards[-1] > 0).any():
-        yield "end_reason is 'success', but no step of the last decision has a positive reward"
-    if not unknown and not (decisions - 1) * chunk < taken <= decisions * chunk:
-        yield f"{taken} steps were taken in {decisions} decisions of {chunk}"
-    if episode.rewards.reshape(-1)[episode.steps :].any():
-        yield "there are rewards behind the step with which the episode ended"

@@ -31,14 +31,11 @@ Uint8 = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
 Int64 = NDArray[np.int64]
 
-DUMMY_ACTION: Final[Float32] = np.array([0, 0, 0, 0, 0, 0, -1], dtype=np.float32)
-"""``[7]`` action of a frame without one: no motion, gripper open. Read-only."""
-DUMMY_ACTION.setflags(write=False)
 
-
-def dummy_action(numbers: int) -> Float32:
-    """Return the action of a frame without one, ``[A]``: `DUMMY_ACTION`, or zeros for other widths."""
-    return DUMMY_ACTION if numbers == ACTION_DIM else np.zeros(numbers, np.float32)
+def dummy_action(numbers: int = ACTION_DIM) -> Float32:
+    """Return the action of a frame without one, ``[A]``: no motion, and of 7 numbers the gripper open."""
+    gripper = -1 if numbers == ACTION_DIM else 0
+    return np.array([*[0] * (numbers - 1), gripper], np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,13 +232,3 @@ def noise_seed(episode: int, decision: int) -> int:
 def sampling_seed(noise: int) -> int:
     """Return the seed of the policy's sampling at the decision with this `noise`, in ``[0, 2**62)``."""
     return _hash(noise, _POLICY_STREAM)
-
-
-def simulated_sampling_seed(simulator: int, decision: int) -> int:
-    """Return the seed of the policy's sampling in a simulator that was reset with the seed `simulator`."""
-    return (simulator * 1_000_003 + decision * 7919 + 17) % (2**62)
-
-
-def recorded_noise_seed(fit_seed: int, episode: int, decision: int) -> int:
-    """Return the seed of the world's noise while a recorded episode is imagined again, in ``[0, 2**32)``."""
-    return int(np.random.SeedSequence([fit_seed, episode, decision]).generate_state(1)[0])

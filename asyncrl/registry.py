@@ -16,13 +16,10 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from importlib import import_module, metadata
 from operator import attrgetter
-from types import MappingProxyType
 from typing import Any, Final
 
 from asyncrl.errors import ConfigError
 
-_LEARNER: Final = "asyncrl.learner"
-_TRANSPORTS: Final = "asyncrl.weights.transports"
 _MANISKILL: Final = (
     *("pick_cube", "push_cube", "pull_cube", "pull_cube_tool", "poke_cube", "stack_cube", "stack_pyramid"),
     *("lift_peg_upright", "peg_insertion_side", "plug_charger", "place_sphere", "roll_ball"),
@@ -31,85 +28,67 @@ _MANISKILL: Final = (
     *("rotate_in_hand_0", "rotate_in_hand_1", *(f"rotate_cube_{i}" for i in range(5))),
     *("put_on_plate_25", *(f"put_on_plate_25_{kind}" for kind in ("vision", "semantic", "position"))),
 )
-_LIBERO: Final = "asyncrl.simulators.libero.simulator"
-BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
-    {
-        "policy": {
-            "openvla_oft": "asyncrl.policies.openvla.policy:OpenVLAOFTPolicy",
-            "openvla": "asyncrl.policies.openvla.policy:OpenVLAPolicy",
-        },
-        "world": {
-            "wan": "asyncrl.worlds.wan.world:WanWorld",
-            "opensora": "asyncrl.worlds.opensora.world:OpenSoraWorld",
-            "evac": "asyncrl.worlds.evac.world:EvacWorld",
-        },
-        "reward": {"resnet": "asyncrl.rewards.resnet:ResNetReward"},
-        "simulator": {
-            "tabletop": "asyncrl.simulators.tabletop.simulator:Tabletop",
-            **{f"maniskill_{task}": f"asyncrl.simulators.maniskill.simulator:{task}" for task in _MANISKILL},
-            "libero_spatial": f"{_LIBERO}:LiberoSpatial",
-            "libero_object": f"{_LIBERO}:LiberoObject",
-            "libero_goal": f"{_LIBERO}:LiberoGoal",
-            "libero_10": f"{_LIBERO}:Libero10",
-            "libero_90": f"{_LIBERO}:Libero90",
-        },
-        "correction": {
-            "none": f"{_LEARNER}.corrections:NoCorrection",
-            "naive": f"{_LEARNER}.corrections:Naive",
-            "tis": f"{_LEARNER}.corrections:TruncatedImportanceSampling",
-            "mis": f"{_LEARNER}.corrections:MaskedImportanceSampling",
-            "decoupled": f"{_LEARNER}.corrections:MaskedImportanceSampling",
-            "vtrace": f"{_LEARNER}.corrections:VTrace",
-        },
-        "advantage": {
-            "group_relative": f"{_LEARNER}.advantages:GroupRelative",
-            "gae": f"{_LEARNER}.advantages:GeneralizedAdvantage",
-        },
-        "objective": {
-            "ppo": f"{_LEARNER}.losses:ClippedObjective",
-            "cispo": f"{_LEARNER}.losses:CispoObjective",
-            "gspo": f"{_LEARNER}.losses:GspoObjective",
-        },
-        "transport": {
-            "shared_memory": f"{_TRANSPORTS}.shared_memory:SharedMemoryTransport",
-            "nccl": f"{_TRANSPORTS}.gpu:NcclTransport",
-            "cuda_ipc": f"{_TRANSPORTS}.gpu:CudaIpcTransport",
-        },
-    }
-)
+_LIBERO: Final = ("spatial", "object", "goal", "10", "90")
+_MASKED: Final = "MaskedImportanceSampling"
+
+
+def _classes(module: str, **names: str) -> dict[str, str]:
+    return {name: f"asyncrl.{module}:{kind}" for name, kind in names.items()}
+
+
+BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = {
+    "policy": _classes("policies.openvla.policy", openvla_oft="OpenVLAOFTPolicy", openvla="OpenVLAPolicy"),
+    "world": {
+        **_classes("worlds.wan.world", wan="WanWorld"),
+        **_classes("worlds.opensora.world", opensora="OpenSoraWorld"),
+        **_classes("worlds.evac.world", evac="EvacWorld"),
+    },
+    "reward": _classes("rewards.resnet", resnet="ResNetReward"),
+    "simulator": {
+        **_classes("simulators.tabletop.simulator", tabletop="Tabletop"),
+        **_classes("simulators.maniskill.simulator", **{f"maniskill_{task}": task for task in _MANISKILL}),
+        **_classes("simulators.libero.simulator", **{f"libero_{s}": f"Libero{s.title()}" for s in _LIBERO}),
+    },
+    "correction": {
+        **_classes(
+            "learner.corrections", none="NoCorrection", naive="Naive", tis="TruncatedImportanceSampling"
+        ),
+        **_classes("learner.corrections", mis=_MASKED, decoupled=_MASKED, vtrace="VTrace"),
+    },
+    "advantage": _classes("learner.advantages", group_relative="GroupRelative", gae="GeneralizedAdvantage"),
+    "objective": _classes(
+        "learner.losses", ppo="ClippedObjective", cispo="CispoObjective", gspo="GspoObjective"
+    ),
+    "transport": {
+        **_classes("weights.transports.shared_memory", shared_memory="SharedMemoryTransport"),
+        **_classes("weights.transports.gpu", nccl="NcclTransport", cuda_ipc="CudaIpcTransport"),
+    },
+}
 """Kind of part -> short name -> 'module:Class'."""
-ENTRY_POINTS: Final = MappingProxyType({"simulator": "asyncrl.simulators"})
+ENTRY_POINTS: Final[Mapping[str, str]] = {"simulator": "asyncrl.simulators"}
 """Kind of part -> group of entry points by which installed packages give short names."""
 _POLICY: Final = (
     *("load", "save", "saved_tensors", "action_spec", "sample_arrays", "image_size", "device", "dtype"),
     *("preprocess", "act", "evaluate", "parameter_groups", "trainable_parameters", "trainable_tensors"),
     *("acting_tensors", "blocks"),
 )
-REQUIRED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        "policy": _POLICY,
-        "world": ("check", "load", "image_size", "action_spec", "modules", "start", "imagine"),
-        "reward": ("check", "load", "image_size", "modules", "score"),
-        "simulator": ("reset", "step", "look", "close"),
-        "correction": ("weights",),
-        "advantage": ("estimate",),
-        "objective": ("loss",),
-        "transport": ("build", "side_stream", "connect_root", "connect_member"),
-    }
-)
+REQUIRED: Final[Mapping[str, tuple[str, ...]]] = {
+    "policy": _POLICY,
+    "world": ("check", "load", "image_size", "action_spec", "modules", "start", "imagine"),
+    "reward": ("check", "load", "image_size", "modules", "score"),
+    "simulator": ("reset", "step", "look", "close"),
+    "correction": ("weights",),
+    "advantage": ("estimate",),
+    "objective": ("loss",),
+    "transport": ("build", "side_stream", "connect_root", "connect_member"),
+}
 """Kind of part -> members that a user's class must have."""
-FLAGS: Final = MappingProxyType(
-    {
-        "policy": "--policy",
-        "world": "--world",
-        "reward": "--reward",
-        "simulator": "--simulator",
-        "correction": "--correction.kind",
-        "advantage": "--algorithm.advantage",
-        "objective": "--algorithm.objective",
-        "transport": "--weights.transport",
-    }
-)
+FLAGS: Final[Mapping[str, str]] = {
+    **{kind: f"--{kind}" for kind in ("policy", "world", "reward", "simulator")},
+    "correction": "--correction.kind",
+    **{kind: f"--algorithm.{kind}" for kind in ("advantage", "objective")},
+    "transport": "--weights.transport",
+}
 EVALUATION: Final = "--evaluation.simulator"
 MODELS: Final = ("policy", "world", "reward")
 PARTS_OF_A_RUN: Final = tuple(kind for kind in FLAGS if kind != "simulator")  # `asyncrl train`
@@ -133,35 +112,6 @@ def resolve(kind: str, name: str) -> Any:
                 f"{FLAGS[kind]} is {name!r}, but several installed packages register that name. Write the "
                 f"class that is meant: {' or '.join([where, *others])}."
             )
-    return _load(kind, name, where)
-
-
-def registered(kind: str) -> dict[str, tuple[str, ...]]:
-    """Return short name -> 'module:Class' of every installed package that registers it."""
-    found: dict[str, tuple[str, ...]] = {}
-    for point in metadata.entry_points(group=ENTRY_POINTS[kind]) if kind in ENTRY_POINTS else ():
-        known = found.get(point.name, ())
-        found[point.name] = known if point.value in known else (*known, point.value)
-    return found
-
-
-def check_name(kind: str, name: str) -> None:
-    """Raise ConfigError unless a name is built in, registered, or that of a class; imports nothing."""
-    built_in = BUILT_IN[kind]
-    if name in built_in or names_code(name):
-        return
-    if name in (installed := registered(kind)):
-        return
-    near = difflib.get_close_matches(name, [*built_in, *installed], n=1)
-    hint = f"Perhaps you meant {near[0]!r}. " if near else ""
-    others = f" Of installed packages: {', '.join(installed)}." if installed else ""
-    raise ConfigError(
-        f"{FLAGS[kind]} is {name!r}, but nothing of that kind is called so. {hint}"
-        f"Built in: {', '.join(built_in)}.{others} A class of your own is named package.module:Class."
-    )
-
-
-def _load(kind: str, name: str, where: str) -> Any:
     module, _, attribute = where.partition(":")
     try:
         found = getattr(import_module(module), attribute)
@@ -180,6 +130,28 @@ def _load(kind: str, name: str, where: str) -> Any:
             "all that it needs."
         )
     return found
+
+
+def registered(kind: str) -> dict[str, tuple[str, ...]]:
+    """Return short name -> 'module:Class' of every installed package that registers it."""
+    found: dict[str, tuple[str, ...]] = {}
+    for point in metadata.entry_points(group=ENTRY_POINTS[kind]) if kind in ENTRY_POINTS else ():
+        known = found.get(point.name, ())
+        found[point.name] = known if point.value in known else (*known, point.value)
+    return found
+
+
+def check_name(kind: str, name: str) -> None:
+    """Raise ConfigError unless a name is built in, registered, or that of a class; imports nothing."""
+    if name in BUILT_IN[kind] or names_code(name) or name in (installed := registered(kind)):
+        return
+    near = difflib.get_close_matches(name, [*BUILT_IN[kind], *installed], n=1)
+    hint = f"Perhaps you meant {near[0]!r}. " if near else ""
+    others = f" Of installed packages: {', '.join(installed)}." if installed else ""
+    raise ConfigError(
+        f"{FLAGS[kind]} is {name!r}, but nothing of that kind is called so. {hint}"
+        f"Built in: {', '.join(BUILT_IN[kind])}.{others} A class of your own is named package.module:Class."
+    )
 
 
 def keywords(flag: str, settings: Iterable[str]) -> dict[str, Any]:

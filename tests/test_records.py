@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.episode_layout import episode_arrays, problem_with, version_of
+from asyncrl.episode_layout import episode_arrays, version_of
 from asyncrl.records import EndReason, Episode
+from asyncrl.replay.admission import problem_with
 from support.episodes import make_episode, simulated, with_chain
 from support.table_policy import episode
 

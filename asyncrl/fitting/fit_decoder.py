@@ -21,7 +21,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.fitting.loop import Schedule, minimise, prepared
 from asyncrl.fitting.world import reconstruction_loss, to_video
 from asyncrl.policies.interface import Policy, SamplingParams
-from asyncrl.records import StartState, recorded_noise_seed
+from asyncrl.records import StartState
 from asyncrl.rewards.interface import RewardModel
 from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, TinyDecoderConfig, save_decoder
 from asyncrl.worlds.wan.world import WanWorld
@@ -98,7 +98,8 @@ def imagine_episodes(
                 tasks, state = [start.task for start in some], world.open_slots(some)
                 seen_BHW3 = np.stack([start.present_frame for start in some])
                 for decision in range(decisions):
-                    seeds = [recorded_noise_seed(seed, begin + row, decision) for row in range(len(some))]
+                    sources = ([seed, begin + row, decision] for row in range(len(some)))
+                    seeds = [int(np.random.SeedSequence(words).generate_state(1)[0]) for words in sources]
                     acted = policy.act(policy.preprocess(seen_BHW3, tasks), sampling, seeds)
                     frames, state = world.imagine(state, acted.actions, seeds)
                     seen_BHW3 = frames[:, -1].cpu().numpy()

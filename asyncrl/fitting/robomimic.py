@@ -21,7 +21,7 @@ from asyncrl.errors import ConfigError, first_line
 from asyncrl.fitting.data_sets import DataSet, check_numbers, place_picture
 from asyncrl.fitting.recording_files import UNREADABLE, Looks
 from asyncrl.fitting.settings import NONE, DataSetSettings
-from asyncrl.records import DUMMY_ACTION
+from asyncrl.records import ACTION_DIM
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.simulators.interface import SimStart, hand_pose, plain_task
 from asyncrl.simulators.libero.scene import OPEN, quaternion_of
@@ -238,7 +238,7 @@ class LiberoFile(RobomimicFile):
     def __init__(self, path: Path, cameras: Sequence[str]) -> None:
         keys = tuple(LIBERO_CAMERAS[camera] for camera in cameras)
         super().__init__(path, DataSetSettings(cameras=keys, state=("ee_states", "gripper_states")))
-        if (width := self.looks.action_dim) != len(DUMMY_ACTION):
+        if (width := self.looks.action_dim) != ACTION_DIM:
             reason = f"its actions are {width} numbers wide, expected 7"
             raise ConfigError(self.REFUSAL.format(path=path, reason=reason))
         self.looks = replace(self.looks, cameras=tuple(cameras), rate=0.0)

@@ -6,21 +6,24 @@ run, before an episode is stored and again before the learner gets it. Nothing i
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from asyncrl.episode_layout import decision_layout, optional_of, problem_with, version_of
+from asyncrl.episode_layout import optional_of, problem_with_shapes, version_of
 from asyncrl.errors import WireError
 from asyncrl.messaging.episode_codec import scalars_of
-from asyncrl.records import UNKNOWN_LENGTH, Episode, SamplingParams
+from asyncrl.records import END_REASONS, UNKNOWN_LENGTH, Episode, SamplingParams
 from asyncrl.replay.interface import ANY_FORMAT, EpisodeFormat, RefusalCause
 
 _START: Final = re.compile(r"(/[0-9]{1,9})?/([0-9]{3,9}|seed-[0-9]{1,20})")
 """End of a start's name, after that of its simulator: ``/3/017``, ``/seed-12``, ``/3/seed-12``."""
+MAX_NUMBER: Final = 1e6
+"""Limit of actions, log-probs (nats), values, rewards and sampled floats: their squares stay finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,49 @@ class Refusal(NamedTuple):
 
     cause: RefusalCause
     reason: str
+
+
+def problem_with(episode: Episode) -> str | None:
+    """Return why an episode is inconsistent in types, shapes, numbers or its end; None if it is sound."""
+    return problem_with_shapes(episode) or next(_problems(episode), None)
+
+
+def _problems(episode: Episode) -> Iterator[str]:
+    (decisions, chunk), taken = episode.rewards.shape, episode.steps_taken
+    unknown, films = taken == UNKNOWN_LENGTH, len(episode.video)
+    if decisions < 1 or films not in (0, decisions * chunk if unknown else taken):
+        yield f"{decisions} decisions and {films} video frames do not belong together"
+    if not 0 <= episode.member < episode.group_size:
+        yield f"member {episode.member} of a group of {episode.group_size}"
+    named = {name: getattr(episode, name) for name in ("logprobs", "actions", "rewards")}
+    named |= {name: getattr(episode, name) for name in optional_of(episode) if "state" in name}
+    named |= {name: array for name, array in episode.sample.items() if array.dtype.kind == "f"}
+    for name, array in named.items():
+        if not (np.abs(array) <= MAX_NUMBER).all():  # False for nan too.
+            yield f"{name} holds a number that is not finite, or beyond {MAX_NUMBER:g}"
+    scores, values, tokens = episode.success_scores, episode.values, episode.sample.get("tokens")
+    if not ((scores >= 0) & (scores <= 1)).all():
+        yield f"success_scores are probabilities, but lie in {scores.min():g}..{scores.max():g}"
+    if not (np.isnan(values).all() or (np.abs(values) <= MAX_NUMBER).all()):
+        yield f"values must all be finite and at most {MAX_NUMBER:g}, or all nan where there is no critic"
+    if tokens is not None and (episode.logprobs > 0).any():
+        yield "log-probs of tokens must be at most 0"
+    if tokens is not None and ((tokens < 0).any() or (tokens > 255).any()):
+        yield "action tokens must lie in 0..255"
+    if (episode.policy_versions < 0).any():
+        yield "policy versions must not be negative"
+    if not (math.isfinite(episode.temperature) and episode.temperature >= 0) or episode.top_k < 0:
+        yield f"temperature {episode.temperature} and top_k {episode.top_k} cannot have been sampled with"
+    if episode.end_reason not in END_REASONS:
+        yield f"end_reason is {episode.end_reason!r}, expected one of {', '.join(END_REASONS)}"
+    if unknown and episode.end_reason == "terminated":
+        yield "end_reason is 'terminated', but it does not say how many steps were taken"
+    if unknown and episode.success and not (episode.rewards[-1] > 0).any():
+        yield "end_reason is 'success', but no step of the last decision has a positive reward"
+    if not unknown and not (decisions - 1) * chunk < taken <= decisions * chunk:
+        yield f"{taken} steps were taken in {decisions} decisions of {chunk}"
+    if episode.rewards.reshape(-1)[episode.steps :].any():
+        yield "there are rewards behind the step with which the episode ended"
 
 
 def _outcome(episode: Episode, expected: Expected) -> str | None:
@@ -194,8 +240,15 @@ def unlike(sibling: Episode, episode: Episode) -> str | None:
         return f"images of {episode.final_frame.shape}, its siblings have {sibling.final_frame.shape}"
     if version_of(sibling) != version_of(episode):
         return "its siblings are of another schema version"
-    if decision_layout(sibling) != decision_layout(episode):
+    if _decision_layout(sibling) != _decision_layout(episode):
         return "its siblings have decisions of another size, another sample, or other cameras or states"
     if (sibling.task, sibling.start_state) != (episode.task, episode.start_state):
         return "its siblings have another task or start state"
     return None
+
+
+def _decision_layout(episode: Episode) -> dict[str, tuple[str, tuple[int, ...]]]:
+    # Type and shape of what siblings have alike.
+    arrays = {"logprobs": episode.logprobs, **episode.sample}
+    arrays |= {n: array for n in ("more_frames", "states") if (array := getattr(episode, n)) is not None}
+    return {name: (array.dtype.name, array.shape[1:]) for name, array in arrays.items()}

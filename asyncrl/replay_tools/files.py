@@ -11,9 +11,9 @@ from typing import Annotated, Final
 import h5py
 
 from asyncrl.config.bounds import AtLeast
-from asyncrl.episode_layout import problem_with
 from asyncrl.errors import ReplayError
 from asyncrl.records import Episode
+from asyncrl.replay.admission import problem_with
 from asyncrl.replay.events import Dropped, Used
 from asyncrl.replay.group_file import GroupFile, read_group, read_group_file
 from asyncrl.replay.sealed_file import opened, sealing

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.records import CHUNK, dummy_action, simulated_sampling_seed
+from asyncrl.records import CHUNK, dummy_action
 from asyncrl.simulators.interface import Demonstrator, SimStart, SimulatorSpec, random_start, stored_start
 from asyncrl.simulators.pool import SimulatorPool, SlotAnswer
 from asyncrl.simulators.pool_worker import Frames
@@ -102,6 +102,11 @@ class SimulatedEpisode:
         """Keep only the first frame and state: an evaluation's would not fit into memory."""
         self.frames, self.more_frames = self.frames[:1].copy(), self.more_frames[:1].copy()
         self.states, self.poses = self.states[:1].copy(), self.poses[:1].copy()
+
+
+def simulated_sampling_seed(simulator: int, decision: int) -> int:
+    """Return the seed of the policy's sampling in a simulator that was reset with the seed `simulator`."""
+    return (simulator * 1_000_003 + decision * 7919 + 17) % (2**62)
 
 
 @dataclass(kw_only=True)

@@ -14,12 +14,13 @@ from asyncrl.actors import actor as actor_module
 from asyncrl.actors.backend import EpisodeInProgress, PendingEpisode, Slots, Stage, build_episode
 from asyncrl.actors.imagination import WorldBackend
 from asyncrl.config.sections import ActorSettings, SuccessFrames
-from asyncrl.episode_layout import episode_arrays, problem_with
+from asyncrl.episode_layout import episode_arrays
 from asyncrl.errors import SampleTimeout
 from asyncrl.learner.batches import valid_steps
 from asyncrl.observability import metrics_system as s
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.records import Episode, episode_seed, noise_seed, sampling_seed
+from asyncrl.replay.admission import problem_with
 from asyncrl.replay.inline_ports import InProcessLearnerPort
 from asyncrl.replay.interface import GroupGrant
 from asyncrl.weights.interface import ChannelClosed

@@ -19,13 +19,14 @@ from asyncrl.actors.play import MOST_RESTARTS, SimulatorBackend
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, ReplaySettings
-from asyncrl.episode_layout import ArraySpec, episode_arrays, problem_with
+from asyncrl.episode_layout import ArraySpec, episode_arrays
 from asyncrl.errors import ReplayError, RunError
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.launch.simulated import TrainingStarts
 from asyncrl.observability import metrics_system as m
 from asyncrl.policies.interface import ActResult, SamplingParams
 from asyncrl.records import ActionSpec, Episode, episode_seed, noise_seed, sampling_seed
+from asyncrl.replay.admission import problem_with
 from asyncrl.replay.inline_ports import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.interface import GroupGrant
 from asyncrl.simulators.interface import SimStart, SimulatorSource, SimulatorSpec, random_start

@@ -18,7 +18,7 @@ from asyncrl.evaluation.success_rate import (
     simulator_of_tasks,
     summarise,
 )
-from asyncrl.records import DUMMY_ACTION, simulated_sampling_seed
+from asyncrl.records import dummy_action
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.simulators.interface import SimStart, SimulatorSource
 from asyncrl.simulators.pool import SimulatorPool
@@ -29,6 +29,7 @@ from asyncrl.simulators.rollout import (
     evaluation_plays,
     evaluation_seeds,
     rollout,
+    simulated_sampling_seed,
 )
 from asyncrl.simulators.tabletop.scene import TASKS as TABLE_TASKS
 from support.simulated import COUNTING, TASKS
@@ -118,7 +119,7 @@ def test_action_i_made_frame_i() -> None:
     (episode,) = rollout(pool(1, horizon=16), act, plays([100]), keep_frames=True)
     assert episode.frames[:, 0, 0, 0].tolist() == list(range(17))
     assert episode.more_frames[:, 0, 1, 1, 2].tolist() == episode.states[:, 1].tolist() == list(range(17))
-    np.testing.assert_array_equal(episode.actions[0], DUMMY_ACTION)
+    np.testing.assert_array_equal(episode.actions[0], dummy_action())
     assert episode.actions[1:9].max() == 0  # decided on frame 0
     assert (episode.actions[9:17] == 8).all()  # decided on frame 8
 

@@ -21,7 +21,7 @@ from asyncrl.fitting.wan import stream_of, windows
 from asyncrl.fitting.world import Latents
 from asyncrl.policies.action_tokens import encode
 from asyncrl.policies.interface import SamplingParams
-from asyncrl.records import DUMMY_ACTION
+from asyncrl.records import dummy_action
 from asyncrl.simulators.interface import Demonstrator, SimulatorSource, SimulatorSpec, random_start
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rendering import find_backend
@@ -37,7 +37,7 @@ def episode(seed: int, decisions: int, *, solved_at: int = -1, task: str = "put 
     """Action i is all i + 100 seed; row 0 is the dummy."""
     count = 1 + 8 * decisions
     actions = np.broadcast_to(np.arange(count)[:, None] + 100.0 * seed, (count, 7)).astype(np.float32)
-    actions[0] = DUMMY_ACTION
+    actions[0] = dummy_action()
     success = np.zeros(count, bool)
     if solved_at >= 0:
         success[solved_at] = True
@@ -104,8 +104,8 @@ def test_windows_are_cut_where_decisions_are_made() -> None:
     assert latents.shape == (3, 16, 4, 2, 2)
     assert latents[:, 5, :, 1, 0].tolist() == [[0, 1, 2, 3], [0, 3, 4, 5], [50, 51, 52, 53]]
     assert actions.shape == (3, 13, 7)
-    assert (actions[:, 0] == torch.tensor(DUMMY_ACTION)).all()
-    assert (actions[0, 1:5] == torch.tensor(DUMMY_ACTION)).all()
+    assert (actions[:, 0] == torch.tensor(dummy_action())).all()
+    assert (actions[0, 1:5] == torch.tensor(dummy_action())).all()
     assert actions[0, 5:, 0].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     assert actions[1, 1:, 3].tolist() == [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
     assert actions[2, 5:, 6].tolist() == [101, 102, 103, 104, 105, 106, 107, 108]
@@ -244,7 +244,7 @@ def test_a_demonstration_follows_from_its_seed_and_ends_with_a_decision(tmp_path
     assert (len(again.frames) - 1) % 8 == (len(other.frames) - 1) % 8 == 0
     assert len(other.frames) <= 17
     assert (first.actions[1:9] != other.actions[1:9]).any()
-    np.testing.assert_array_equal(first.actions[0], DUMMY_ACTION)
+    np.testing.assert_array_equal(first.actions[0], dummy_action())
     assert again.success.any()
     solving = (int(again.success.argmax()) - 1) // 8
     assert len(again.frames) == 1 + 8 * min(6, solving + 2)

@@ -16,7 +16,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.fitting.robomimic import LIBERO_CAMERAS, LIBERO_NUMBERS, open_libero
 from asyncrl.fitting.sources import import_data_sets, load_recordings
 from asyncrl.fitting.starts import write_trajectories
-from asyncrl.records import DUMMY_ACTION
+from asyncrl.records import dummy_action
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.worlds.evac.poses import rotation
 from asyncrl.worlds.rlinf_start_states import load_trajectories
@@ -110,7 +110,7 @@ def test_demonstrations_become_recordings_as_the_simulator_would_show_them(tmp_p
             demo, span = file[f"data/{name}"], read.span(episode)
             turned = np.rot90(demo["obs/agentview_rgb"][:], 2, axes=(1, 2))
             np.testing.assert_array_equal(read.frames[span], turned)
-            np.testing.assert_array_equal(read.actions[span][0], DUMMY_ACTION)
+            np.testing.assert_array_equal(read.actions[span][0], dummy_action())
             expected = demo["actions"][1:].astype(np.float32)
             np.testing.assert_array_equal(read.actions[span][1:], expected)
             assert np.flatnonzero(read.success[span]).tolist() == [len(turned) - 1]

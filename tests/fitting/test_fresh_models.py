@@ -32,7 +32,7 @@ from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.export import convert
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, load_policy
 from asyncrl.policies.openvla.preprocess import WORDS, build_word_tokenizer, words_for
-from asyncrl.records import DUMMY_ACTION
+from asyncrl.records import dummy_action
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.simulators.tabletop.scene import TASKS
 from asyncrl.storage.atomic import read_json
@@ -242,4 +242,4 @@ def test_actions_of_another_width_are_refused() -> None:
     policy = OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(llm_layers=1))
     with pytest.raises(ConfigError, match="actions of 4 numbers, but the policy makes 7"):
         check_imitable(policy, recorded(actions=narrow))
-    assert DUMMY_ACTION.shape == (7,)
+    assert dummy_action().shape == (7,)

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.episode_layout import problem_with
 from asyncrl.errors import ReplayError
 from asyncrl.learner.batches import batch_metrics as metrics_of_outcomes
 from asyncrl.learner.batches import build_batch, group_outcome, valid_steps
@@ -19,6 +18,7 @@ from asyncrl.observability import metrics_system as r
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
+from asyncrl.replay.admission import problem_with
 from support.table_policy import episode, groups_of
 
 

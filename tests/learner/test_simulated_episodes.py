@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.episode_layout import problem_with
 from asyncrl.learner.batches import Batch, batch_metrics, build_batch, group_outcome
 from asyncrl.learner.forward import PolicyForward
 from asyncrl.learner.prepare import PreparedBatch, prepare_batch
@@ -19,6 +18,7 @@ from asyncrl.learner.recipe import build_recipe
 from asyncrl.learner.update_metrics import MetricAccumulator
 from asyncrl.observability import metrics_training as m
 from asyncrl.records import EndReason, Episode
+from asyncrl.replay.admission import problem_with
 from support.slow_update import recipe
 from support.table_policy import Evaluation, TableActorCritic, TablePolicy, episode
 

@@ -15,9 +15,9 @@ from typing import Any
 import h5py
 import pytest
 
-from asyncrl.episode_layout import problem_with
 from asyncrl.errors import ReplayError, WireError
 from asyncrl.messaging.wire import KINDS, WITH_EPISODE, Message, decode, encode
+from asyncrl.replay.admission import problem_with
 from asyncrl.replay.events import Ledger, read_entries, write_line
 from asyncrl.replay.group_file import read_group, read_group_file, write_group
 from asyncrl.replay.store import read_meta

@@ -97,6 +97,6 @@ if "CHAOS_NOTES" in os.environ:  # Not when something merely looks at this file.
     limiter.HEARTBEAT_TIMEOUT = float(os.environ.get("CHAOS_SILENCE", "30"))
 
 if __name__ == "__main__":
-    from asyncrl.cli import torchrun_main
+    from asyncrl.cli import program
 
-    torchrun_main()
+    program("train")

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from asyncrl.fitting.recording_files import Recordings, write_part
-from asyncrl.records import DUMMY_ACTION
+from asyncrl.records import dummy_action
 from asyncrl.simulators.interface import SimulatorSpec
 from asyncrl.simulators.rollout import SimulatedEpisode
 from support import child_environment
@@ -27,7 +27,7 @@ def recorded_spec(
     tasks: tuple[str, ...] = KITCHEN,
     trials: int = 50,
     poses: bool = False,
-    idle: tuple[float, ...] = tuple(DUMMY_ACTION.tolist()),
+    idle: tuple[float, ...] = tuple(dummy_action().tolist()),
 ) -> SimulatorSpec:
     """Of a simulator with numbered tasks, whose actions have as many numbers as `idle`."""
     return SimulatorSpec(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from asyncrl.errors import AssetError
-from asyncrl.records import DUMMY_ACTION
+from asyncrl.records import dummy_action
 from asyncrl.worlds.rlinf_start_states import load_trajectory, read_object_array
 from asyncrl.worlds.start_states import load_start_states
 from asyncrl.worlds.wan.world import _opening_actions, _opening_frames
@@ -58,8 +58,8 @@ def test_a_single_frame_begins_an_episode_with_the_gripper_open(tmp_path: Path) 
     assert state.context_actions.shape == (0, 7)
     # What the world makes of it: the first frame five times, no motion, gripper at -1.
     np.testing.assert_array_equal(_opening_frames(state), np.stack([state.frame] * 5))
-    np.testing.assert_array_equal(_opening_actions(state, 7), np.stack([DUMMY_ACTION] * 4))
-    assert DUMMY_ACTION.tolist() == [0, 0, 0, 0, 0, 0, -1]
+    np.testing.assert_array_equal(_opening_actions(state, 7), np.stack([dummy_action()] * 4))
+    assert dummy_action().tolist() == [0, 0, 0, 0, 0, 0, -1]
 
 
 def test_a_keyframe_file_brings_reference_context_and_actions(tmp_path: Path) -> None:
