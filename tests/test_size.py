@@ -25,7 +25,7 @@ CEILINGS = {
     "messaging": (1021, 6),
     "observability": (2507, 12),
     "policies": (2921, 13),
-    "replay": (4034, 18),
+    "replay": (4038, 18),
     "replay_tools": (1476, 8),
     "rewards": (563, 4),
     "simulators": (4004, 21),
