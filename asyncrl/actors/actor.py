@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 
 from asyncrl.actors.backend import Backend, EpisodeStart, RowFailure, Slots, Stage, build_episode, split_slots
 from asyncrl.config.sections import ActorSettings
-from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
+from asyncrl.devices.offload import NO_OFFLOAD, OffloadedTensors
 from asyncrl.devices.tensors import peak_memory
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import waits
@@ -49,7 +49,7 @@ class StartStream(Protocol):
 class ActorTelemetry:
     """Sums of seconds, slots and steps between two reports."""
 
-    def __init__(self, backend: Backend, offload: IdleOffload) -> None:
+    def __init__(self, backend: Backend, offload: OffloadedTensors) -> None:
         self._backend, self._offload = backend, offload
         self._seconds: dict[Metric, float] = defaultdict(float)
         self._shares: dict[Metric, tuple[int, int]] = {}
@@ -110,7 +110,7 @@ class Actor:
         run_seed: int,
         startup_timeout: float = 600.0,
         hang_timeout: float = 900.0,
-        offload: IdleOffload = NO_OFFLOAD,
+        offload: OffloadedTensors = NO_OFFLOAD,
     ) -> None:
         assert settings.max_decisions  # 0 was replaced by the world's own limit.
         self.name, self.backend, self.starts = name, backend, starts

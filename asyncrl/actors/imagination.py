@@ -8,6 +8,7 @@ was read before, and weights copied into the policy between two launches are tho
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +21,11 @@ from torch import Tensor
 
 from asyncrl.actors.backend import Backend, EpisodeEnd, EpisodeInProgress, RowFailure, Slots, Stage, TimedWork
 from asyncrl.config.sections import ActorSettings
-from asyncrl.devices.streams import DeviceEvent, wait_for
+from asyncrl.devices.streams import DeviceEvent
 from asyncrl.episode_layout import SAMPLE_DTYPES
-from asyncrl.errors import first_line
+from asyncrl.errors import RunError, first_line
 from asyncrl.observability import metrics_system as m
+from asyncrl.observability import waits
 from asyncrl.policies.interface import ActResult, Policy, SamplingParams
 from asyncrl.records import StartState, sampling_seed
 from asyncrl.replay.interface import Cause
@@ -35,6 +37,7 @@ Result = TypeVar("Result")
 Check = tuple[Cause, str, NDArray[np.generic]]
 """Cause, name, and ``[B, ...]`` floats, or ``[B]`` bool that is False where they are not finite."""
 _REASON: Final = 300
+POLL_INTERVAL: Final = 0.0002  # Seconds between two queries of a device: a blocking call has no deadline
 _log = logging.getLogger(__name__)
 _TORCH_DTYPES: Final = {name: getattr(torch, name) for name in SAMPLE_DTYPES}
 
@@ -177,31 +180,42 @@ class WorldBackend(Backend[State]):
         imagined = DeviceEvent(self.world_device)
         scores = self.reward.score(new_frames, tasks_B)
         scored = DeviceEvent(self.world_device)
-        timed_work: list[TimedWork] = [
-            (m.ACTOR_POLICY, began, decided),
-            (m.ACTOR_WORLD, received, imagined),
-            (m.ACTOR_REWARD, imagined, scored),
-        ]
+        copied = decision_tensors(self.policy, acted) | {"success_scores": scores, "video": new_frames}
         arrays = {
             "frames": torch.from_numpy(frames_B),
-            **{
-                name: tensor.to(CPU, non_blocking=True)
-                for name, tensor in decision_tensors(self.policy, acted).items()
-            },
-            "success_scores": scores.to(CPU, non_blocking=True),
             "policy_versions": torch.full((len(seeds),), policy_version),
             "noise_seeds": torch.tensor(seeds),
-            "video": new_frames.to(CPU, non_blocking=True),
+            **{name: tensor.to(CPU, non_blocking=True) for name, tensor in copied.items()},
         }
         decision = InFlightDecision(
             indices=indices,
             episodes=episodes[: len(indices)],
             arrays=arrays,
             finite=state.finite.to(CPU, non_blocking=True),
-            timed_work=timed_work,
+            timed_work=[
+                (m.ACTOR_POLICY, began, decided),
+                (m.ACTOR_WORLD, received, imagined),
+                (m.ACTOR_REWARD, imagined, scored),
+            ],
             done_events=(DeviceEvent(self.policy_device), DeviceEvent(self.world_device)),
         )
         return decision, _first_rows(state, len(indices))
+
+
+def wait_for(events: Sequence[DeviceEvent], deadline: float) -> float:
+    """Wait until all `events` have passed; returns the seconds, or raises RunError at the deadline."""
+    if all(event.passed for event in events):
+        return 0.0
+    began = time.monotonic()
+    with waits.waiting(waits.DECISION, deadline):
+        while not all(event.passed for event in events):
+            if time.monotonic() - began > deadline:
+                raise RunError(
+                    f"The device did not finish one decision of a part of the slots within {deadline:g} s "
+                    "(--hang-timeout). Use fewer --actor.slots, or a larger timeout if it is only slow."
+                )
+            time.sleep(POLL_INTERVAL)
+    return time.monotonic() - began
 
 
 def decision_tensors(policy: Policy, acted: ActResult) -> dict[str, Tensor]:

@@ -56,9 +56,8 @@ class _SlotState:
     end: EndReason | None = None
 
     def is_over(self, max_decisions: int) -> bool:
-        return self.end is not None or (
-            self.episode is not None and len(self.episode.decisions) >= max_decisions
-        )
+        decisions = self.episode.decisions if self.episode else []
+        return self.end is not None or len(decisions) >= max_decisions
 
 
 class SimulatorBackend(Backend[Any]):
@@ -225,7 +224,6 @@ class SimulatorBackend(Backend[Any]):
     def _add_decision(
         self, slot: _SlotState, episode: EpisodeInProgress, answer: SlotAnswer
     ) -> RowFailure | None:
-        """S steps, padded with zeros to C."""
         checks: list[Check] = [
             ("world", "simulator's rewards are", answer.rewards[None]),
             ("world", "simulator's state is", answer.states),

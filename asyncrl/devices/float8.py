@@ -1,10 +1,8 @@
 """Linear layers with 8-bit products, for weights that are not trained.
 
 Weights are rounded once, per output channel; the input at every call, per row, so slots are independent. The
-largest magnitude of each becomes that of ``e4m3`` (arXiv 2209.05433). `FrozenFloat8Linear` has a gradient:
-
-    forward     y  = x W^T     x is rounded per row, W per output channel
-    backward    dx = dy W      dy is rounded per row, W per input channel
+largest magnitude of each becomes that of ``e4m3`` (arXiv 2209.05433). `FrozenFloat8Linear` has a gradient,
+dx = dy W, where dy is rounded per row and W per input channel.
 
 K, N: features into and out of the layer.
 """
@@ -86,19 +84,16 @@ def use_float8(network: nn.Module) -> None:
 def saved_bytes(network: nn.Module, dtype: torch.dtype) -> int:
     """Return the bytes that `use_float8` saves in a network with weights of `dtype`."""
     layers = [layer for layer in network.modules() if fits(layer)]
-    narrower = dtype.itemsize - DTYPE.itemsize
-    return sum(layer.weight.numel() * narrower - 4 * layer.out_features for layer in layers)
+    return sum(x.weight.numel() * (dtype.itemsize - 1) - 4 * x.out_features for x in layers)
 
 
 class _Product(torch.autograd.Function):
     """``x W^T``, and ``dy W`` in the backward pass, which needs no activations."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, transposed: Tensor, of_transposed: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(transposed, of_transposed)
-        return product(x, weight, scale)
+    def forward(ctx: Any, x: Tensor, w: Tensor, scale: Tensor, turned_w: Tensor, turned: Tensor) -> Tensor:
+        ctx.save_for_backward(turned_w, turned)  # The transposed weight, and its scale.
+        return product(x, w, scale)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -129,8 +124,3 @@ class FrozenFloat8Linear(nn.Linear):
         copies = self.forward_weight, self.forward_scale, self.backward_weight, self.backward_scale
         y = cast("Tensor", _Product.apply(input, *copies))
         return y if self.bias is None else y + self.bias
-
-
-def copied_bytes(linear: nn.Linear) -> int:
-    """Return the bytes of the two copies of a layer's weight, with their scales."""
-    return 2 * linear.weight.numel() * DTYPE.itemsize + 4 * (linear.in_features + linear.out_features)

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol, runtime_checkable
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -32,11 +32,10 @@ class _HostCopy:
     storage: torch.UntypedStorage
     host: Tensor  # [bytes] uint8, pinned where the storage is on a GPU
     frozen: bool
-    filled: bool = False  # True if host holds an earlier content of the storage; a frozen one never changes
 
 
 class OffloadedTensors:
-    """Tensors that are all on their devices, or all in host memory. Used by one thread."""
+    """Tensors that are all on their devices, or all in host memory while their owner waits. One thread."""
 
     def __init__(
         self,
@@ -45,15 +44,33 @@ class OffloadedTensors:
         devices: Collection[torch.device],
         *,
         on_offload: Callable[[], object] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._frozen, self._changing, self._devices = frozen, changing, set(devices)
-        self._on_offload = on_offload
-        self._copies: dict[int, _HostCopy] = {}
-        self._buffers: dict[int, Tensor] = {}
-        """Host memory of changing storages, for reuse; the storages may have been replaced."""
+        self._on_offload, self._clock = on_offload, clock
+        self.enabled = bool(devices)  # False: nothing is ever offloaded
+        self._copies: dict[int, _HostCopy] = {}  # On the device only frozen ones, which never change
+        self._buffers: dict[int, Tensor] = {}  # Of changing ones, for reuse: storages may be replaced
         self.offloaded = False
         self.bytes = 0  # Freed bytes of the devices
-        self.seconds = 0.0  # Total time of moves
+        self.seconds = 0.0  # Of moves, since the last `pop_metrics`
+        self._most = 0  # Offloaded bytes, likewise
+        self._waiting_since: float | None = None
+
+    @property
+    def next_check_in(self) -> float:
+        """Seconds until a wait must call `offload_if_idle` again; inf: never."""
+        if self.offloaded or not self.enabled:
+            return math.inf
+        waited = 0.0 if self._waiting_since is None else self._clock() - self._waiting_since
+        return max(0.0, OFFLOAD_AFTER - waited)
+
+    def offload_if_idle(self) -> None:
+        """Record that the owner waits; offloads once it waited OFFLOAD_AFTER. Call it repeatedly."""
+        if self._waiting_since is None:
+            self._waiting_since = self._clock()
+        elif self.enabled and self._clock() - self._waiting_since >= OFFLOAD_AFTER:
+            self.offload()
 
     def offload(self) -> None:
         """Move all tensors to host memory and free their device memory, also for other processes."""
@@ -61,22 +78,22 @@ class OffloadedTensors:
             return
         began = time.monotonic()
         self._synchronize()  # Any stream may still read them.
-        self._copies = self._host_copies()
-        for copy in self._copies.values():
-            if not (copy.frozen and copy.filled):
+        earlier, self._copies = self._copies, self._host_copies()
+        for key, copy in self._copies.items():
+            if not (copy.frozen and key in earlier):
                 copy.host.copy_(_bytes_of(copy.storage), non_blocking=True)
-                copy.filled = True
         self._synchronize()
         for copy in self._copies.values():
             copy.storage.resize_(0)
         self._on_offload()
-        if any(device.type == "cuda" for device in self._devices):
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         self.offloaded, self.bytes = True, sum(copy.host.nbytes for copy in self._copies.values())
+        self._most = max(self._most, self.bytes)
         self.seconds += time.monotonic() - began
 
     def restore(self) -> None:
-        """Move all tensors back; raises OutOfMemoryError if no memory was free for MEMORY_TIMEOUT seconds."""
+        """Move all tensors back, as the owner works; OutOfMemoryError after MEMORY_TIMEOUT without memory."""
+        self._waiting_since = None
         if not self.offloaded:
             return
         began = time.monotonic()
@@ -98,6 +115,12 @@ class OffloadedTensors:
                 place = tensor.storage_offset(), tensor.shape, tensor.stride()
                 views[name] = torch.empty(0, dtype=tensor.dtype).set_(copy.host.untyped_storage(), *place)
         return views
+
+    def pop_metrics(self) -> tuple[float, int]:
+        """Return the seconds of moves, and the most bytes offloaded, since the last call."""
+        metrics = self.seconds, self._most
+        self.seconds, self._most = 0.0, self.bytes
+        return metrics
 
     @torch.no_grad()
     def _host_copies(self) -> dict[int, _HostCopy]:
@@ -126,66 +149,7 @@ class OffloadedTensors:
                 torch.cuda.synchronize(device)
 
 
-@runtime_checkable
-class HoldsAddresses(Protocol):
-    """A model that stores addresses of its weights, as captured CUDA graphs do."""
-
-    def weights_moved(self) -> None:
-        """Forget the addresses: the weights will return elsewhere."""
-        ...
-
-
-class IdleOffload:
-    """Offloads tensors once a wait of their owner has lasted a moment. Used by one thread."""
-
-    def __init__(self, tensors: OffloadedTensors | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._tensors, self._clock = tensors, clock
-        self._since: float | None = None
-        self._seconds, self._most = 0.0, 0
-
-    @property
-    def enabled(self) -> bool:
-        """True if anything is ever offloaded."""
-        return self._tensors is not None
-
-    @property
-    def next_check_in(self) -> float:
-        """Seconds until a wait must call `offload_if_idle` again; inf: never."""
-        if self._tensors is None or self._tensors.offloaded:
-            return math.inf
-        waited = 0.0 if self._since is None else self._clock() - self._since
-        return max(0.0, OFFLOAD_AFTER - waited)
-
-    def offload_if_idle(self) -> None:
-        """Record that the owner waits; offloads once it waited OFFLOAD_AFTER. Call it repeatedly."""
-        if self._tensors is None:
-            return
-        if self._since is None:
-            self._since = self._clock()
-        elif self._clock() - self._since >= OFFLOAD_AFTER:
-            self._tensors.offload()
-            self._most = max(self._most, self._tensors.bytes)
-
-    def restore(self) -> None:
-        """Record that the owner works, and restore its tensors."""
-        self._since = None
-        if self._tensors is not None:
-            self._tensors.restore()
-
-    def host_views(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the tensors, offloaded ones as views in host memory."""
-        return tensors if self._tensors is None else self._tensors.host_views(tensors)
-
-    def pop_metrics(self) -> tuple[float, int]:
-        """Return the seconds of moves, and the most bytes offloaded, since the last call."""
-        if self._tensors is None:
-            return 0.0, 0
-        metrics = self._tensors.seconds - self._seconds, self._most
-        self._seconds, self._most = self._tensors.seconds, self._tensors.bytes
-        return metrics
-
-
-NO_OFFLOAD: Final = IdleOffload(None)
+NO_OFFLOAD: Final = OffloadedTensors(tuple, tuple, ())
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

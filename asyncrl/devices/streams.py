@@ -12,11 +12,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from asyncrl.errors import RunError
-from asyncrl.observability import waits
-
-POLL_INTERVAL: Final = 0.0002
-"""Seconds between two queries of a device; a blocking call would have no deadline."""
 WARM_UP: Final = 2  # Calls before the capture: they compile, and let libraries choose their kernels
 
 
@@ -40,22 +35,6 @@ class DeviceEvent:
         if self._event is None or earlier._event is None:
             return self._at - earlier._at
         return earlier._event.elapsed_time(self._event) / 1000
-
-
-def wait_for(events: Sequence[DeviceEvent], deadline: float) -> float:
-    """Wait until all `events` have passed; returns the seconds, or raises RunError at the deadline."""
-    if all(event.passed for event in events):
-        return 0.0
-    began = time.monotonic()
-    with waits.waiting(waits.DECISION, deadline):
-        while not all(event.passed for event in events):
-            if time.monotonic() - began > deadline:
-                raise RunError(
-                    f"The device did not finish one decision of a part of the slots within {deadline:g} s "
-                    "(--hang-timeout). Use fewer --actor.slots, or a larger timeout if it is only slow."
-                )
-            time.sleep(POLL_INTERVAL)
-    return time.monotonic() - began
 
 
 class CudaGraphed:

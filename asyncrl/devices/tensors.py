@@ -1,10 +1,4 @@
-"""Non-blocking copies to a device, pixel conversions, memory peaks; the device of a process.
-
-    <cache folder>/compiled/<asyncrl version>-<torch version>-<device name>    code that torch compiled
-
-All processes of a run share the folder; deleting it only makes the next start compile again. It is loaded as
-code, so it is the user's alone.
-"""
+"""Non-blocking copies to a device, pixel conversions, memory peaks; the device of a process."""
 
 from __future__ import annotations
 
@@ -12,8 +6,7 @@ import logging
 import os
 import re
 import resource
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -105,22 +98,19 @@ def take_device(name: str, local_rank: int = 0) -> torch.device:
     return device
 
 
-def compiler_cache_folder(device: torch.device) -> Path:
-    """Return the folder of compiled code for a device; it may not exist."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    parts = (asyncrl.__version__, torch.__version__, name)
-    folder = "-".join(re.sub(r"[^A-Za-z0-9.+]+", "_", part) for part in parts)
-    return user_cache_folder() / "compiled" / folder
-
-
 def use_compiler_cache(device: torch.device) -> None:
-    """Keep compiled code of this process and its children in the folder, unless the user chose another."""
+    """Keep code that torch compiles in the user's cache folder, unless the user chose another.
+
+    It is loaded as code, so it is the user's alone. All processes share it, and it may be deleted.
+    """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     # Imports of torch's compiler write torch's own folder into the variable, which does not count.
     if os.environ.get(INDUCTOR, "") not in ("", default_cache_dir()):  # Triton's is within it.
         return
-    folder = compiler_cache_folder(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    made_by = re.sub(r"[^A-Za-z0-9.+-]+", "_", f"{asyncrl.__version__}-{torch.__version__}-{name}")
+    folder = user_cache_folder() / "compiled" / made_by
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:  # Torch's own folder stays.
@@ -136,17 +126,13 @@ def use_compiler_cache(device: torch.device) -> None:
 # (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE 65 to 80): products of 8192 rows by 1152 x 1152 and 4304 x 1152 bfloat16
 # numbers, layers of the policy's vision tower, are off by as much as the numbers are large, and gradients are
 # soon not finite (docs/measurements/run_speed.md).
-SHARE: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
-"""Environment variable: share of the multiprocessors that a client of MPS may use."""
+SHARE: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"  # Of the multiprocessors, for a client of MPS
 SIZES: Final = ((8192, 1152, 1152), (8192, 4304, 1152), (8192, 1024, 4096), (2048, 4096, 4096))
 """Rows, width and columns: linear layers of the vision towers and of the language model."""
 TOLERANCE: Final = 0.03  # Largest error / largest number; rounding makes 0.002 to 0.004
-Multiply = Callable[[Tensor, Tensor], Tensor]
 
 
-def check_matrix_products(
-    device: torch.device, multiply: Multiply = torch.matmul, sizes: Sequence[tuple[int, int, int]] = SIZES
-) -> float:
+def check_matrix_products(device: torch.device, sizes: Sequence[tuple[int, int, int]] = SIZES) -> float:
     """Return the largest error of bfloat16 products of the policies' sizes, or raise ConfigError."""
     errors = [0.0]
     for rows, width, columns in sizes:
@@ -156,14 +142,13 @@ def check_matrix_products(
             for shape in ((rows, width), (columns, width))
         )
         exact_MN = a_MK.float() @ b_NK.float().T
-        error = float((multiply(a_MK, b_NK.T).float() - exact_MN).abs().max() / exact_MN.abs().max())
+        error = float((torch.matmul(a_MK, b_NK.T).float() - exact_MN).abs().max() / exact_MN.abs().max())
         if not error < TOLERANCE:  # NaN is not.
             raise ConfigError(
-                f"{device} multiplies matrices wrongly: the product of {rows} x {width} and {width} x "
-                f"{columns} bfloat16 numbers is off by {error:.3g} of its largest number, where rounding "
-                "makes 0.004. cuBLAS does that where a process may use only some multiprocessors: unset "
-                f"{SHARE} (it is {os.environ.get(SHARE, 'not set')}), leave the GPU out "
-                "(CUDA_VISIBLE_DEVICES), or try another build of PyTorch."
+                f"{device} multiplies matrices wrongly: of {rows} x {width} and {width} x {columns} bfloat16 "
+                f"numbers, a product is off by {error:.3g} of the largest. cuBLAS does that where a process "
+                f"may use only some multiprocessors: unset {SHARE} (it is {os.environ.get(SHARE, 'not set')})"
+                ", leave the GPU out (CUDA_VISIBLE_DEVICES), or try another build of PyTorch."
             )
         errors.append(error)
     return max(errors)

@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 
 from asyncrl.config.run import TrainConfig, load_file
 from asyncrl.config.sections import WorldDefaults
-from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
+from asyncrl.devices.offload import NO_OFFLOAD, OffloadedTensors
 from asyncrl.devices.tensors import take_device, use_compiler_cache
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.success_rate import simulator_of_tasks
@@ -154,7 +154,7 @@ def check_resumed(config: TrainConfig) -> None:
         read_meta(folder / run_folder.REPLAY)
 
 
-def learner_offload(config: TrainConfig, update: Update) -> IdleOffload:
+def learner_offload(config: TrainConfig, update: Update) -> OffloadedTensors:
     """Offload, while it waits, this rank's shard of weights, gradient and optimizer state."""
     if not config.learner.offload:
         return NO_OFFLOAD

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.devices.offload import HoldsAddresses, OffloadedTensors
+from asyncrl.devices.offload import OffloadedTensors
 from asyncrl.episode_layout import sample_specs
 from asyncrl.errors import ConfigError
 from asyncrl.launch.simulated import sample_format
@@ -190,7 +190,7 @@ def _put_back(trial: Trial) -> None:
 
 def _parked(trial: Trial) -> None:
     world, expected = trial.world, trial.second[0]
-    moved = world.weights_moved if isinstance(world, HoldsAddresses) else lambda: None
+    moved = getattr(world, "weights_moved", lambda: None)
     parked = OffloadedTensors(lambda: trial.weights, lambda: [], {world.device}, on_offload=moved)
     parked.offload()
     parked.restore()

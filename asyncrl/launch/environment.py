@@ -17,7 +17,7 @@ from asyncrl.actors.backend import split_slots
 from asyncrl.actors.imagination import WorldBackend
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import WorldDefaults
-from asyncrl.devices.offload import NO_OFFLOAD, HoldsAddresses, IdleOffload, OffloadedTensors
+from asyncrl.devices.offload import NO_OFFLOAD, OffloadedTensors
 from asyncrl.errors import AssetError, CheckpointError, ConfigError
 from asyncrl.launch import named_models, simulated
 from asyncrl.launch.simulated import SimulatorFiles, TrainingStarts, check_simulator
@@ -220,7 +220,7 @@ def rows_of_a_pass(config: TrainConfig) -> int:
     return max(map(len, split_slots(config.actor.slots, config.actor.pipeline_stages)))
 
 
-def actor_offload(config: TrainConfig, backend: WorldBackend[Any] | SimulatorBackend) -> IdleOffload:
+def actor_offload(config: TrainConfig, backend: WorldBackend[Any] | SimulatorBackend) -> OffloadedTensors:
     """Offload an idle actor's models. What the receivers hold stays; new weights reach the copy."""
     if not config.actor.offload:
         return NO_OFFLOAD
@@ -230,21 +230,19 @@ def actor_offload(config: TrainConfig, backend: WorldBackend[Any] | SimulatorBac
 
 def offload_idle(
     models: Sequence[Any], changing: Callable[[], Iterable[Tensor]], devices: Collection[torch.device]
-) -> IdleOffload:
+) -> OffloadedTensors:
     """Offload the tensors of networks, worlds and reward models, of which only `changing` are written to."""
     networks = [
         network
         for model in models
         for network in ([model] if isinstance(model, nn.Module) else model.modules().values())
     ]
-    movable = [model for model in models if isinstance(model, HoldsAddresses)]
-    return IdleOffload(
-        OffloadedTensors(
-            lambda: (x for network in networks for x in (*network.parameters(), *network.buffers())),
-            changing,
-            devices,
-            on_offload=lambda: [model.weights_moved() for model in movable],
-        )
+    movable = [model for model in models if hasattr(model, "weights_moved")]
+    return OffloadedTensors(
+        lambda: (x for network in networks for x in (*network.parameters(), *network.buffers())),
+        changing,
+        devices,
+        on_offload=lambda: [model.weights_moved() for model in movable],
     )
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
+from asyncrl.devices.offload import NO_OFFLOAD, OffloadedTensors
 from asyncrl.devices.tensors import host_peak, peak_memory
 from asyncrl.errors import CheckpointError, RunError, SampleTimeout
 from asyncrl.learner.batches import batch_metrics, build_batch, group_outcome
@@ -98,7 +98,7 @@ class Learner:
         throughput: Throughput,
         copy_policy: Callable[[], Callable[[Path], None]],
         acting_tensors: Callable[[], WeightSource],
-        offload: IdleOffload = NO_OFFLOAD,
+        offload: OffloadedTensors = NO_OFFLOAD,
         stop_requested: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

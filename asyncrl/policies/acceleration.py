@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from asyncrl.devices.float8 import ALIGNMENT, FrozenFloat8Linear, copied_bytes, fits
+from asyncrl.devices.float8 import ALIGNMENT, FrozenFloat8Linear, fits
 from asyncrl.devices.streams import CudaGraphed
 from asyncrl.errors import ConfigError
 from asyncrl.policies.action_tokens import SampledTokens
@@ -144,7 +144,9 @@ def use_float8_where_frozen(policy: Policy) -> None:
 
 def frozen_float8_bytes(policy: Policy) -> int:
     """Count the bytes that `use_float8_where_frozen` adds to a policy; it may be on device meta."""
-    return sum(copied_bytes(layer.base_layer) for layer in _required(policy))
+    linears = [layer.base_layer for layer in _required(policy)]
+    # Two copies of each weight, one byte a number, with their scales.
+    return sum(2 * x.weight.numel() + 4 * (x.in_features + x.out_features) for x in linears)
 
 
 def _required(policy: Policy) -> list[Any]:

@@ -19,7 +19,7 @@ from asyncrl.actors.imagination import WorldBackend
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, LearnerSettings
 from asyncrl.devices import offload
-from asyncrl.devices.offload import OFFLOAD_AFTER, IdleOffload, OffloadedTensors
+from asyncrl.devices.offload import OFFLOAD_AFTER, OffloadedTensors
 from asyncrl.episode_layout import episode_arrays
 from asyncrl.launch.build import learner_offload
 from asyncrl.launch.environment import actor_offload
@@ -175,8 +175,8 @@ def test_what_is_written_to_a_stand_in_comes_back() -> None:
 
 
 def test_only_a_wait_that_lasts_is_used_for_offloading() -> None:
-    offloaded, clock = offloaded_module(trainer()[0]), [100.0]
-    owner = IdleOffload(offloaded, lambda: clock[0])
+    clock = [100.0]
+    offloaded = owner = offloaded_module(trainer()[0], clock=lambda: clock[0])
     assert owner.next_check_in == OFFLOAD_AFTER
     for _ in range(3):  # short waits, between which it works
         owner.offload_if_idle()
@@ -225,8 +225,8 @@ def offloading(actor: Actor) -> OffloadedTensors:
     config = TrainConfig(actor=ActorSettings(offload=True))
     actor.offload = actor_offload(config, actor.backend)
     actor.telemetry = ActorTelemetry(actor.backend, actor.offload)
-    assert actor.offload._tensors is not None
-    return actor.offload._tensors
+    assert actor.offload.enabled
+    return actor.offload
 
 
 def idle_until_offloaded(actor: Actor, offloaded: OffloadedTensors) -> None:

@@ -9,7 +9,7 @@ import torch
 
 import asyncrl
 from asyncrl.config.run import TrainConfig
-from asyncrl.devices.tensors import INDUCTOR, TRITON, compiler_cache_folder, pick_device, use_compiler_cache
+from asyncrl.devices.tensors import INDUCTOR, TRITON, pick_device, use_compiler_cache
 from asyncrl.errors import ConfigError
 from asyncrl.launch.job import Job
 from asyncrl.launch.placement import parse_placement, transport_of
@@ -128,8 +128,10 @@ def test_compiled_code_is_kept_for_the_user_alone_by_versions_and_device(cache, 
     assert (os.environ[INDUCTOR], os.environ[TRITON]) == (str(folder), str(folder / "triton"))
     assert (cache_dir(), triton_cache_dir(0)) == (str(folder), str(folder / "triton"))
     assert folder.stat().st_mode & 0o077 == 0
+    monkeypatch.delenv(INDUCTOR)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3 / x")
-    assert compiler_cache_folder(torch.device("cuda", 0)).name.endswith("-NVIDIA_H100_80GB_HBM3_x")
+    use_compiler_cache(torch.device("cuda", 0))
+    assert os.environ[INDUCTOR].endswith("-NVIDIA_H100_80GB_HBM3_x")
 
 
 def test_a_folder_of_compiled_code_that_the_user_chose_stays(cache, monkeypatch):

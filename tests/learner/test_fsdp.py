@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncrl.devices.offload import IdleOffload, OffloadedTensors
+from asyncrl.devices.offload import NO_OFFLOAD, OffloadedTensors
 from asyncrl.errors import ReplayError, RunError
 from asyncrl.learner.fsdp import UNITS, ReshardAfter, shard, spread, summed_gradient
 from asyncrl.learner.optimizer import clip
@@ -451,9 +451,7 @@ def two_steps_of_adam(*, offloaded: bool) -> tuple[dict[str, Tensor], int]:
         moments = [x for state in optimizer.state.values() for x in state.values()]
         return [*policy.parameters(), *(p.grad for p in policy.parameters() if p.grad is not None), *moments]
 
-    offload = (
-        IdleOffload(OffloadedTensors(policy.buffers, tensors, {CPU})) if offloaded else IdleOffload(None)
-    )
+    offload = OffloadedTensors(policy.buffers, tensors, {CPU}) if offloaded else NO_OFFLOAD
     for _ in range(2):
         optimizer.zero_grad(set_to_none=False)
         (2 * loss_of(policy, slice(2 * group.rank, 2 * group.rank + 2))).backward()
