@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
+from asyncrl.facts import check_instruction
 
 CHUNK: Final = 8  # steps per decision: actions of a policy call, frames of a world model's call
 ACTION_DIM: Final = 7  # (dx, dy, dz, droll, dpitch, dyaw, gripper)
@@ -76,7 +77,7 @@ class StartState:
     name: str
     """Unique within its collection."""
     task: str
-    """Instruction, lower case, without a full stop."""
+    """Instruction, kept in its normal form (`facts.plain_task`)."""
     frame: Uint8
     """``[H, W, 3]`` first frame, which the world model uses in every decision."""
     context_frames: Uint8
@@ -87,6 +88,9 @@ class StartState:
     """``[8]`` pose of the hand at the start, see `POSE_DIM`, in metres; None if not recorded."""
     elapsed: int = 0
     """Decisions already used; subtracted from the episode's limit."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "task", check_instruction(self.task, f"start state {self.name}"))
 
     @property
     def present_frame(self) -> Uint8:

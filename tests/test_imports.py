@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "asyncrl"
 FLOORS: list[set[str]] = [
     {"errors"},
-    {"storage.untrusted"},
+    {"storage.untrusted", "facts"},
     {"records", "registry", "storage.atomic"},
     {"episode_layout", "storage.assets"},
     {"observability"},

@@ -19,6 +19,7 @@ from asyncrl.config.help import MODELS, PROCESSES, ShortHelp
 from asyncrl.config.run import TrainConfig
 from asyncrl.doctor.checks import Examination, examine, report
 from asyncrl.errors import ConfigError
+from asyncrl.facts import check_instruction
 
 if TYPE_CHECKING:
     from asyncrl.records import StartState
@@ -132,7 +133,8 @@ def _model(config: CheckConfig) -> Iterator[str]:
     from asyncrl.launch.conformance import check_policy, check_reward, check_world
     from asyncrl.launch.named_models import named_policy, named_reward, named_world
 
-    device, tasks, imagination = take_device(config.device), [config.task], ImaginationSettings()
+    tasks = [check_instruction(config.task, "--task")]
+    device, imagination = take_device(config.device), ImaginationSettings()
     if config.kind == "policy":
         policy: Any = named_policy(config.name, config.settings).load(device)
         yield "load"

@@ -176,14 +176,12 @@ def _audit_batch(
 ) -> Iterator[AuditedEpisode]:
     """Audit as many episodes as there are plays; there is a seed for every row of a pass."""
 
-    def end_at_once(shown: Observations) -> list[None]:
-        return [None] * len(shown.tasks)
-
     def follow(shown: Observations) -> list[NDArray[np.float32] | None]:
         places = zip(shown.plays, shown.decisions, strict=True)
         return [next(iter(script[play.key][decision : decision + 1]), None) for play, decision in places]
 
-    starts = [start_of(e) for e in _in_order(plays, rollout(pool, end_at_once, plays, keep_frames=True))]
+    begun = rollout(pool, lambda shown: [None] * len(shown.tasks), plays, keep_frames=True)
+    starts = [start_of(episode) for episode in _in_order(plays, begun)]
     filled = starts + starts[:1] * (len(seeds) - len(starts))
     imagined = models.imagine(filled, seeds)
     ends = [models.end(scores_NC) for scores_NC in imagined.scores[: len(plays)]]

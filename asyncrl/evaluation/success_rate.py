@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
+from asyncrl.facts import plain_task
 from asyncrl.rewards.libero_tasks import SUITES
-from asyncrl.simulators.interface import plain_task
 from asyncrl.simulators.tabletop.scene import TASKS
 
 if TYPE_CHECKING:
@@ -103,11 +103,6 @@ def acting(policy: Policy, sampling: SamplingParams, rows: int) -> Act:
     import torch
 
     @torch.inference_mode()
-    def act_alike(shown: Observations) -> NDArray[np.float32]:
-        states = shown.states if shown.states.shape[1] else None
-        inputs = policy.preprocess(pictures(shown.images), shown.tasks, states)
-        return policy.act(inputs, sampling, shown.seeds).actions.float().cpu().numpy()
-
     def act(shown: Observations) -> NDArray[np.float32]:
         parts = []
         for first in range(0, len(shown.tasks), rows):
@@ -116,7 +111,11 @@ def acting(policy: Policy, sampling: SamplingParams, rows: int) -> Act:
             lists = {name: getattr(shown, name) for name in ("tasks", "seeds", "plays", "decisions")}
             chosen = {name: [values[row] for row in filled] for name, values in lists.items()}
             some = replace(shown, images=shown.images[filled], states=shown.states[filled], **chosen)
-            parts.append(act_alike(some)[: len(real)])
+            states = some.states if some.states.shape[1] else None
+            acted = policy.act(
+                policy.preprocess(pictures(some.images), some.tasks, states), sampling, some.seeds
+            )
+            parts.append(acted.actions.float().cpu().numpy()[: len(real)])
         return np.concatenate(parts)
 
     return act
@@ -136,7 +135,7 @@ def check_fits(policy: Policy, spec: SimulatorSpec) -> None:
         )
     images = np.zeros((1, len(spec.cameras), spec.image_size, spec.image_size, 3), np.uint8)
     states = np.zeros((1, spec.state_dim), np.float32) if spec.state_dim else None
-    for task in spec.tasks or ("",):  # All of them: a policy must be able to tell them apart.
+    for task in spec.tasks or ("take action",):  # All of them: a policy must be able to tell them apart.
         try:
             policy.preprocess(pictures(images), [task], states)
         except ConfigError as error:

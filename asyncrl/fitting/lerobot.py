@@ -18,10 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError, first_line
+from asyncrl.facts import check_instruction, check_rewards, check_verdicts
 from asyncrl.fitting.data_sets import DataSet, check_numbers, decode_picture, place_picture
 from asyncrl.fitting.recording_files import Looks
 from asyncrl.fitting.settings import DataSetSettings
-from asyncrl.simulators.interface import SimStart, plain_task
+from asyncrl.simulators.interface import SimStart
 from asyncrl.simulators.rollout import SimulatedEpisode
 from asyncrl.storage.untrusted import check_types, load_json, open_regular, shortened
 
@@ -161,8 +162,8 @@ class LeRobotFolder(DataSet):
         where = f"{self.path} episode {place.number}"
         _check_order(table, self._rate)
         kept = np.arange(0, place.length, self.settings.stride)
-        shape = (len(kept), len(self.cameras), self.looks.height, self.looks.width, 3)
-        pictures = np.empty(shape, np.uint8)
+        look = (len(self.cameras), self.looks.height, self.looks.width, 3)
+        pictures, shape = np.empty((len(kept), *look), np.uint8), (place.length, 1)
         for camera, key in enumerate(self.cameras):
             if key in place.videos:
                 stored = self._movie_frames(place, key, kept, movies)
@@ -170,7 +171,7 @@ class LeRobotFolder(DataSet):
                 stored = _pictures_in(table.take(kept), key, self._sizes[key])
             for row, picture in enumerate(stored):
                 pictures[row, camera] = place_picture(picture, self.settings)
-        nothing = np.zeros((place.length, 1), np.float32)
+        nothing = np.zeros(shape, np.float32)
 
         def read(key: str, flag: str) -> NDArray[np.float32]:
             return check_numbers(where, key, _numbers_in(table, key), flag) if key else nothing
@@ -187,8 +188,8 @@ class LeRobotFolder(DataSet):
             pictures=pictures,
             states=np.concatenate(states, axis=1) if states else nothing[kept, :0],
             actions=read(self.action, "action"),
-            rewards=read(self.reward, "reward")[:, 0],
-            success=read(self.success, "success")[:, 0] > 0.5,
+            rewards=check_rewards(read(self.reward, "reward"), shape, f"{where}: rewards")[:, 0],
+            success=check_verdicts(read(self.success, "success"), shape, f"{where}: success")[:, 0],
         )
 
     def _movie_frames(
@@ -209,9 +210,7 @@ class LeRobotFolder(DataSet):
             task = self._tasks.get(int(of_rows[0]), "")
             if (of_rows != of_rows[0]).any():
                 self.note("instructions that change within an episode: the first one is taken")
-        if not plain_task(task):
-            raise ConfigError(f"{where} has no instruction. Give one: --dataset.task 'fold the towel'.")
-        return plain_task(task)
+        return check_instruction(task, f"{where} (or --dataset.task)")
 
 
 def _check_order(table: Any, rate: float) -> None:
@@ -266,13 +265,11 @@ def _picture_size(about: Mapping[str, Any]) -> tuple[int, int] | None:
     return (shape[0], shape[1]) if shape[2] == 3 else None
 
 
-def _read_tasks(path: Path) -> dict[int, str]:
+def _read_tasks(path: Path) -> dict[int, Any]:
     file = path / "meta" / "tasks.parquet"
     with _reading(file):
         table = _read_table(file, ["task_index"], texts=("task", "__index_level_0__"))
         numbers, texts = _numbers_in(table, "task_index")[:, 0].tolist(), table.column(1).to_pylist()
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError("its instructions are no texts")
     return dict(zip(numbers, texts, strict=True))
 
 

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import AssetError, ConfigError, first_line
+from asyncrl.facts import check_instructions, check_verdicts
 from asyncrl.records import POSE_DIM
 from asyncrl.simulators.interface import SimStart
 from asyncrl.simulators.rollout import SimulatedEpisode
@@ -317,7 +318,7 @@ class RecordingFile(EpisodeArrays):
 def read_part(path: Path) -> RecordingFile:
     """Read everything of a file but its pictures."""
     with _opened(path) as file:
-        frames, success = dataset_in(file, "frames"), dataset_in(file, "success")[:].astype(bool)
+        frames, success = dataset_in(file, "frames"), dataset_in(file, "success")[:]
         if len(frames.shape) != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8:
             raise ValueError(f"frames are {frames.dtype}{list(frames.shape)}")
         actions, seeds = dataset_in(file, "actions")[:], dataset_in(file, "seeds")[:]
@@ -339,9 +340,9 @@ def read_part(path: Path) -> RecordingFile:
             ),
             frames=len(frames),
             actions=actions.astype(np.float32, copy=False),
-            success=success,
+            success=check_verdicts(success, (len(frames),), f"{path}: success"),
             offsets=dataset_in(file, "offsets")[:],
-            tasks=[task.decode() for task in dataset_in(file, "tasks")[:]],
+            tasks=list(check_instructions(dataset_in(file, "tasks")[:].tolist(), str(path))),
             seeds=seeds,
             task_ids=dataset_in(file, "task_ids")[:],
             poses=dataset_in(file, "poses")[:] if "poses" in file else np.zeros((0, POSE_DIM), np.float32),

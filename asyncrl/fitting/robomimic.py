@@ -18,12 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError, first_line
+from asyncrl.facts import check_instruction, check_rewards, check_verdicts
 from asyncrl.fitting.data_sets import DataSet, check_numbers, place_picture
 from asyncrl.fitting.recording_files import UNREADABLE, Looks
 from asyncrl.fitting.settings import NONE, DataSetSettings
 from asyncrl.records import ACTION_DIM
 from asyncrl.rewards.libero_tasks import SUITES
-from asyncrl.simulators.interface import SimStart, hand_pose, plain_task
+from asyncrl.simulators.interface import SimStart, hand_pose
 from asyncrl.simulators.libero.scene import OPEN, quaternion_of
 from asyncrl.simulators.libero.tasks import instruction
 from asyncrl.simulators.rollout import SimulatedEpisode
@@ -141,11 +142,9 @@ class RobomimicFile(DataSet):
         steps = len(actions)
         rewards = np.zeros(steps, np.float32)
         if self.reward:
-            rewards = self._numbers(file, name, self.reward, "reward")[:, 0]
+            stored = self._numbers(file, name, self.reward, "reward")
+            rewards = check_rewards(stored, (steps, 1), f"{self.path} {name}: rewards")[:, 0]
         success = self._solved(file, name, rewards)
-        for numbers, what in ((rewards, "rewards"), (success, self.success)):
-            if len(numbers) != steps:
-                raise ValueError(f"{name} has {steps} actions and {len(numbers)} {what}")
         where, demo = f"{self.path} {name}", group_in(file, f"data/{name}")
         last = set(group_in(demo, "next_obs")) if "next_obs" in demo else set[str]()
         after = {*self.cameras, *self.state} <= last
@@ -200,11 +199,13 @@ class RobomimicFile(DataSet):
         return np.concatenate(columns, axis=1)
 
     def _solved(self, file: h5py.File, name: str, rewards: NDArray[np.float32]) -> NDArray[np.bool_]:
+        where = f"{self.path} {name}: success"
         if self.success:
-            return self._numbers(file, name, self.success, "success")[:, 0] > 0.5
+            stored = self._numbers(file, name, self.success, "success")
+            return check_verdicts(stored, (len(rewards), 1), where)[:, 0]
         nothing, demo = np.zeros(len(rewards), bool), group_in(file, f"data/{name}")
         if self.settings.success != NONE and "success" in demo.attrs:
-            nothing[-1] = bool(demo.attrs["success"])
+            nothing[-1] = check_verdicts(demo.attrs["success"], (), where)
         elif self.settings.success != NONE and _is_sparse(rewards):
             return rewards > 0
         return nothing
@@ -215,12 +216,7 @@ class RobomimicFile(DataSet):
         task = task or ("task" in demo.attrs and demo.attrs["task"])
         task = task or _json_of(demo, "ep_meta").get("lang")
         task = task or _json_of(data, "problem_info").get("language_instruction")
-        if not isinstance(task, str) or not plain_task(task):
-            raise ConfigError(
-                f"{self.path} does not say what its demonstrations are to do. Say it: --dataset.task 'lift "
-                "the cube'."
-            )
-        return plain_task(task)
+        return check_instruction(task or "", f"{self.path} {name} (or --dataset.task)")
 
 
 class LiberoFile(RobomimicFile):
@@ -257,7 +253,8 @@ class LiberoFile(RobomimicFile):
         told = parse_json(str(data.attrs["problem_info"]).encode())["language_instruction"]
         stem = self.path.stem  # It has the simulator's wording where it is named as published.
         named = instruction(stem.removesuffix("_demo")) if stem.endswith("_demo") else ""
-        self.instruction = named or "".join(told).strip(' ".').lower()
+        told = "".join(told).strip('" ') if isinstance(told, str | list) else told
+        self.instruction = check_instruction(named or told, str(self.path))
 
     def _start(self, file: h5py.File, name: str) -> SimStart:
         return SimStart(

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from asyncrl.errors import ConfigError, first_line
+from asyncrl.facts import check_instruction
 from asyncrl.fitting.data_sets import decode_picture, place_picture
 from asyncrl.fitting.recording_files import Recordings
 from asyncrl.fitting.settings import DataSetSettings
 from asyncrl.records import ACTION_DIM, CHUNK, StartState
-from asyncrl.simulators.interface import plain_task
 from asyncrl.storage.atomic import replacing
 from asyncrl.storage.untrusted import read_bytes
 from asyncrl.worlds.rlinf_start_states import CONTEXT, KEYFRAME_MARK
@@ -171,12 +171,10 @@ def _pairs(path: Path, files: Mapping[str, Path]) -> list[tuple[str, str]]:
             reader = csv.DictReader(io.StringIO(text), strict=True)
             if not {"picture", "instruction"} <= set(reader.fieldnames or ()):
                 raise ValueError("its first line is not picture,instruction")
-            pairs = [(str(row["picture"]), plain_task(str(row["instruction"] or ""))) for row in reader]
+            rows = [(str(row["picture"]), row["instruction"]) for row in reader]
         else:
-            lines = [plain_task(line) for line in text.splitlines() if line.strip()]
-            pairs = [(name, task) for name in files for task in lines]
-        if not all(task for _, task in pairs):
-            raise ValueError("an instruction is empty")
+            rows = [(name, line) for name in files for line in text.splitlines() if line.strip()]
+        pairs = [(name, check_instruction(line, f"of {name}")) for name, line in rows]
     except (OSError, ValueError, csv.Error) as error:
         raise ConfigError(
             f"--instructions {path} cannot be read ({first_line(error)}). Write one instruction per line "

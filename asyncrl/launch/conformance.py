@@ -22,6 +22,7 @@ from torch import Tensor
 from asyncrl.devices.offload import OffloadedTensors
 from asyncrl.episode_layout import sample_specs
 from asyncrl.errors import ConfigError
+from asyncrl.facts import check_instructions
 from asyncrl.launch.simulated import sample_format
 from asyncrl.learner.interface import describe_tensor
 from asyncrl.policies.interface import ActResult, Policy, SamplingParams
@@ -324,8 +325,8 @@ def check_simulator(simulator: Simulator) -> Iterator[str]:
     """Check what `evaluate` and `collect` need of a simulator; yields a line for everything that holds."""
     report, spec = Reporter("simulator", simulator), simulator.spec
     first, other, again = (_play(report, simulator, number) for number in (1, 2, 1))
-    tasks = first[0].tasks
-    known = len(tasks) == spec.places and all(not spec.tasks or task in spec.tasks for task in tasks)
+    tasks = check_instructions(first[0].tasks, report.name + ", reset().tasks", spec.places)
+    known = all(not spec.tasks or task in spec.tasks for task in tasks)
     report.require(known, "reset().tasks", tasks, "one instruction per place, each of spec.tasks")
     yield f"reset, step: {len(spec.cameras)} pictures of {spec.image_size} pixels, {len(spec.tasks)} tasks"
     one, two, three = (np.stack([seen.images for seen in play]) for play in (first, other, again))
@@ -347,6 +348,8 @@ def _play(report: Reporter, simulator: Simulator, number: int) -> list[Seen]:
         for name in ("rewards", "success", "terminated", "truncated"):
             dtype = "float32" if name == "rewards" else "bool"
             report.array(f"step().{name}", getattr(stepped, name), dtype, (spec.places,), np.ndarray)
+        finite = bool(np.isfinite(stepped.rewards).all())
+        report.require(finite, "step().rewards", stepped.rewards.tolist(), "finite numbers")
         report.require(stepped.seen is not None, "step(draw=True)", "without pictures", "with them")
         shown += [stepped.seen] if stepped.seen else []
         if bool((stepped.terminated | stepped.truncated).any()):

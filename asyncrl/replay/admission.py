@@ -16,6 +16,7 @@ import numpy as np
 
 from asyncrl.episode_layout import optional_of, problem_with_shapes, version_of
 from asyncrl.errors import WireError
+from asyncrl.facts import plain_task
 from asyncrl.messaging.episode_codec import scalars_of
 from asyncrl.records import END_REASONS, UNKNOWN_LENGTH, Episode, SamplingParams
 from asyncrl.replay.interface import ANY_FORMAT, EpisodeFormat, RefusalCause
@@ -171,16 +172,16 @@ def _played(episode: Episode, expected: Expected) -> str | None:
 
 def _start(episode: Episode, expected: Expected) -> str | None:
     known, simulator = expected.format.tasks, expected.format.simulator
-    task, start = episode.task[:60], episode.start_state[:60]
+    task, start = plain_task(episode.task), episode.start_state[:60]
     if simulator is not None:
-        if simulator.tasks and episode.task not in simulator.tasks:
-            return f"task {task!r} is none of the {len(simulator.tasks)} of {simulator.name}"
+        if simulator.tasks and task not in simulator.tasks:
+            return f"task {task[:60]!r} is none of the {len(simulator.tasks)} of {simulator.name}"
         if not is_start_of(simulator.name, episode.start_state):
             return f"start_state {start!r} is no start of {simulator.name}"
     elif known and episode.start_state not in known:
         return f"start state {start!r} is none of the run's {len(known)}"
-    elif known and episode.task not in known[episode.start_state]:
-        return f"task {task!r}, but start state {start!r} has another one"
+    elif known and task not in known[episode.start_state]:
+        return f"task {task[:60]!r}, but start state {start!r} has another one"
     return None
 
 

@@ -16,6 +16,7 @@ import tyro
 
 from asyncrl.config.bounds import Bounded
 from asyncrl.errors import ConfigError, ReplayError
+from asyncrl.facts import plain_task
 from asyncrl.records import Episode
 from asyncrl.replay.events import Dropped, Event, Filtered, Granted, Ready, Used, read_entries, read_events
 from asyncrl.replay.group_file import read_group, read_group_file
@@ -254,7 +255,7 @@ class EpisodeSelection(ReplayCommand):
         for row in read_rows(self.folder, names):
             episode = row.episode
             if (
-                self.task in episode.task
+                plain_task(self.task) in plain_task(episode.task)
                 and episode.success in successes
                 and row.outcome in outcomes
                 and self.version in (None, *episode.policy_versions.tolist())

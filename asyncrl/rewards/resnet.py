@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from asyncrl.devices.tensors import to_device, to_signed
 from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.facts import check_instructions
 from asyncrl.records import ModelSummary
 from asyncrl.rewards.libero_tasks import GROUPS, LONG, LONG_GROUPS, SUITES, suite_of
 from asyncrl.storage.atomic import read_json, write_json
@@ -58,6 +59,9 @@ class RewardConfig:
     image_size: int
     normed_shortcut: bool = False
     """Blocks as in EVAC's reward model, without biases."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tasks", check_instructions(self.tasks, "tasks of the reward model"))
 
     @classmethod
     def tiny(cls, tasks: Sequence[str], image_size: int = 64) -> RewardConfig:
@@ -289,7 +293,7 @@ def _open_own(folder: Path) -> RewardFiles:
     try:
         raw = content["config"]
         check_sizes(raw)
-        config = RewardConfig(**{**raw, "widths": tuple(raw["widths"]), "tasks": tuple(raw["tasks"])})
+        config = RewardConfig(**{**raw, "widths": tuple(raw["widths"])})
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{folder / 'reward.json'} is incomplete ({error}). Fit the reward model again."

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from asyncrl import registry
 from asyncrl.config.bounds import AtLeast, Bounded
 from asyncrl.errors import ConfigError
+from asyncrl.facts import check_instruction, check_instructions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +31,8 @@ class SimulatorSpec:
     name: str
     """Short, as in `SimStart.name`: ``libero_spatial``."""
     tasks: tuple[str, ...]
-    """Instructions, lower case, without a full stop, by task id; without stored starts: all that `Seen.tasks`
-    may hold, empty: any."""
+    """Instructions, kept in their normal form (`facts.plain_task`), by task id; without stored starts: all
+    that `Seen.tasks` may hold, empty: any."""
     trials: int
     """Stored starts of each task, numbered from 0; 0: every seed is a start."""
     max_steps: int
@@ -58,6 +59,10 @@ class SimulatorSpec:
     lockstep: bool = False
     """True if the places can only be stepped together, once all that play have an action."""
 
+    def __post_init__(self) -> None:
+        tasks = check_instructions(self.tasks, f"spec.tasks of the simulator {self.name}")
+        object.__setattr__(self, "tasks", tasks)
+
     @property
     def action_dim(self) -> int:
         """``A``."""
@@ -71,12 +76,16 @@ class SimStart:
     name: str
     """Unique: ``libero_spatial/3/017`` for a stored start, ``tabletop/seed-1000123`` for a random one."""
     task: str
-    """The instruction, lower case, without a full stop; empty: see `Seen.tasks` after the reset."""
+    """The instruction, kept in its normal form; empty: see `Seen.tasks` after the reset."""
     task_id: int = -1
     """Index into `SimulatorSpec.tasks`; -1 without stored starts."""
     trial: int = -1
     """Number among the task's stored starts; -1: a random start, drawn from `seed`."""
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.task != "":
+            object.__setattr__(self, "task", check_instruction(self.task, f"start {self.name}"))
 
 
 class Seen(NamedTuple):
@@ -271,16 +280,6 @@ def check_step(
         raise ValueError(f"actions must be finite [{len(places)}, {width}], got shape {actions.shape}")
     if over := [place for place in places if not playing[place]]:
         raise ValueError(f"places {over} have no episode under way: it ended, or was left out of a step")
-
-
-def plain_task(task: str) -> str:
-    """Return an instruction as ours are: lower case, single spaces, without a full stop.
-
-    Example:
-        >>> plain_task(" Fold the  Towel.")
-        'fold the towel'
-    """
-    return " ".join(task.lower().split()).rstrip(" .")
 
 
 @dataclass(frozen=True, kw_only=True)

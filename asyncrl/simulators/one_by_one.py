@@ -8,6 +8,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.facts import check_rewards, check_verdicts
 from asyncrl.simulators.interface import Seen, SimStart, SimulatorSpec, Stepped, check_step
 
 
@@ -65,13 +66,15 @@ class OneByOne(Generic[SomePlace]):
         clipped = np.clip(actions, self.spec.action_low, self.spec.action_high).astype(np.float32)
         outcomes = [self.places[place].step(action) for place, action in zip(rows, clipped, strict=True)]
         self._steps[rows] += 1
-        rewards = [float(one.success) if one.reward is None else one.reward for one in outcomes]
-        terminated = np.array([one.terminated for one in outcomes])
+        where, shape = f"Outcome of the simulator {self.spec.name}:", (len(rows),)
+        success = check_verdicts([one.success for one in outcomes], shape, f"{where} success")
+        terminated = check_verdicts([one.terminated for one in outcomes], shape, f"{where} terminated")
+        paid = [ok if one.reward is None else one.reward for ok, one in zip(success, outcomes, strict=True)]
+        rewards = check_rewards(paid, shape, f"{where} rewards")
         truncated = self._steps[rows] >= self.spec.max_steps
         self._playing[rows] = ~(terminated | truncated)
-        success = np.array([one.success for one in outcomes])
         seen = self.look(rows) if draw else None
-        return Stepped(seen, np.array(rewards, np.float32), success, terminated, truncated)
+        return Stepped(seen, rewards, success, terminated, truncated)
 
     def look(self, places: Sequence[int]) -> Seen:
         """Return the observations of n places."""

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.facts import check_instructions, check_rewards, check_verdicts
 from asyncrl.observability.signals import die_with_parent
 from asyncrl.simulators.interface import Demonstrator, HasExpert, Seen, SimStart, Simulator, SimulatorSource
 
@@ -115,18 +116,27 @@ class Worker:
                 )
             rng = np.random.default_rng([begun.seed, 1])
             self._experts[place] = self._simulator.expert(place, Demonstrator(**plain_tuples(expert)), rng)
-        return {"place": place, "task": seen.tasks[0], **_stacked(_SEEN, [self._row(seen, 0)])}
+        (task,) = check_instructions(seen.tasks, f"{self._simulator.spec.name}, tasks after a reset", 1)
+        return {"place": place, "task": task, **_stacked(_SEEN, [self._row(seen, 0)])}
 
     def _play(self, turns: list[_Turn]) -> list[Message]:
         while going := [turn for turn in turns if not turn.over]:
-            actions = np.stack([self._next_action(turn) for turn in going])
+            chosen = [
+                self._experts[t.place]() if t.actions is None else t.actions[len(t.done)] for t in going
+            ]
+            actions = np.stack([np.asarray(action, np.float32) for action in chosen])
             drawn = any(turn.wants_picture for turn in going)
             stepped = self._simulator.step([turn.place for turn in going], actions, draw=drawn)
+            where, shape = f"step() of {self._simulator.spec.name}: its", (len(going),)
+            rewards = check_rewards(stepped.rewards, shape, f"{where} rewards")
+            success = check_verdicts(stepped.success, shape, f"{where} success")
+            terminated = check_verdicts(stepped.terminated, shape, f"{where} terminated")
+            truncated = check_verdicts(stepped.truncated, shape, f"{where} truncated")
             for row, turn in enumerate(going):
                 wanted = turn.wants_picture
-                turn.done.append((actions[row], stepped.rewards[row], stepped.success[row]))
-                turn.terminated, turn.truncated = bool(stepped.terminated[row]), bool(stepped.truncated[row])
-                solved = bool(stepped.success[row]) and not turn.past_success
+                turn.done.append((actions[row], rewards[row], success[row]))
+                turn.terminated, turn.truncated = bool(terminated[row]), bool(truncated[row])
+                solved = bool(success[row]) and not turn.past_success
                 ended = turn.terminated or turn.truncated or solved
                 turn.over = ended or len(turn.done) == turn.steps
                 if ended:
@@ -145,11 +155,6 @@ class Worker:
             }
             for turn in turns
         ]
-
-    def _next_action(self, turn: _Turn) -> NDArray[np.float32]:
-        if turn.actions is not None:
-            return turn.actions[len(turn.done)]
-        return np.asarray(self._experts[turn.place](), np.float32)
 
     def _row(self, seen: Seen, row: int) -> tuple[Any, ...]:
         spec = self._simulator.spec

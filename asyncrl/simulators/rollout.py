@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError, RunError
+from asyncrl.facts import plain_task
 from asyncrl.records import CHUNK, dummy_action
 from asyncrl.simulators.interface import Demonstrator, SimStart, SimulatorSpec, random_start, stored_start
 from asyncrl.simulators.pool import SimulatorPool, SlotAnswer
@@ -128,6 +129,11 @@ class _Running:
         if not answer.steps:
             self.task = answer.task
             return True
+        if not np.isfinite(answer.rewards).all():
+            raise ConfigError(
+                f"The simulator's rewards of {self.play.start.name} are {answer.rewards.tolist()}, but not "
+                "all are finite. Mend the simulator."
+            )
         if self.solved_for >= 0 or answer.success.any():
             self.solved_for += 1
         solved = self.solved_for >= max(0, extra_decisions)
@@ -274,6 +280,7 @@ def evaluation_plays(
 def chosen_tasks(spec: SimulatorSpec, tasks: Sequence[str]) -> list[int]:
     """Return the task ids of `--tasks` (numbers or instructions), each once; all if empty."""
     numbers = {str(number): number for number in range(len(spec.tasks))}
+    tasks = [text if text in numbers else plain_task(text) for text in tasks]
     known = numbers | {task: number for number, task in enumerate(spec.tasks)}
     for text in tasks:
         if text not in known:

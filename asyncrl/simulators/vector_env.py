@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.simulators.interface import Seen, SimStart, SimulatorSpec, Stepped, check_step, plain_task
+from asyncrl.facts import check_instruction, check_rewards, check_verdicts
+from asyncrl.simulators.interface import Seen, SimStart, SimulatorSpec, Stepped, check_step
 
 
 def _leaves_of(space: Any, above: str = "") -> dict[str, Any]:
@@ -149,7 +150,7 @@ class VectorEnvSimulator:
             )
         self.spec = SimulatorSpec(
             name=name or getattr(registration, "id", "vector_env").replace("/", "_"),
-            tasks=(plain_task(task),) if task else (),
+            tasks=(task,) if task else (),
             trials=0,
             max_steps=max_steps,
             image_size=size,
@@ -194,9 +195,7 @@ class VectorEnvSimulator:
         self._shown = np.array(_value_at(observation, self._image_key), np.uint8)
         if self._mode == "DISABLED":
             self._must_reset = (all_terminated | all_truncated).astype(np.bool_)
-        rewards = all_rewards[rows].astype(np.float32)
-        if not np.isfinite(rewards).all():
-            raise RunError(f"{self.spec.name} gave the rewards {rewards} in the places {rows}: not finite.")
+        rewards = check_rewards(all_rewards[rows], (len(rows),), f"{self.spec.name}: the rewards")
         terminated, truncated = all_terminated[rows].astype(bool), all_truncated[rows].astype(bool)
         ended = [row for row, over in zip(rows, terminated | truncated, strict=True) if over]
         self._keep_seen(observation, rows)
@@ -209,9 +208,10 @@ class VectorEnvSimulator:
         self._playing[rows] = ~(terminated | truncated)
         success = terminated & (rewards > 0)
         for i, row in enumerate(rows):
-            given = _row_of(last_infos if row in ended else infos, self._success_key, row)
-            if given is not None:
-                success[i] = bool(given)
+            given = _row_of(last_infos if row in ended else infos, self._success_key, row, success)
+            if given is not success:
+                where = f"{self.spec.name}, place {row}: info[{self._success_key!r}]"
+                success[i] = check_verdicts(_array(given), (), where)
         return Stepped(self.look(rows) if draw else None, rewards, success, terminated, truncated)
 
     def look(self, places: Sequence[int]) -> Seen:
@@ -261,24 +261,22 @@ class VectorEnvSimulator:
         if not self._task_key:
             return self.spec.tasks[0]
         task = _row_of(infos, self._task_key, row)
-        if not isinstance(task, str) or not plain_task(task):
-            names = [name for name in infos if not name.startswith("_")]
-            raise ConfigError(
-                f"After a reset of {self.spec.name}, info[{self._task_key!r}] is {task!r} in place {row}, "
-                f"which is no instruction (info has: {', '.join(names) or 'nothing'}). Put one there, or say "
-                "where it is (VectorEnvSimulator(env, task_key=...)), or give all one (task='push it')."
-            )
-        return plain_task(task)
+        names = ", ".join(name for name in infos if not name.startswith("_")) or "nothing"
+        return check_instruction(
+            task,
+            f"After a reset of {self.spec.name}, info[{self._task_key!r}] of place {row} (info has {names}; "
+            "VectorEnvSimulator(env, task_key=...) names another key, task='push it' gives all one)",
+        )
 
 
 def _array(values: Any) -> NDArray[Any]:
     return np.asarray(values.cpu() if hasattr(values, "cpu") else values)
 
 
-def _row_of(infos: Mapping[str, Any], key: str, row: int) -> Any:
-    # None without a value: beside a key there may be a mask of places, ``_key``.
+def _row_of(infos: Mapping[str, Any], key: str, row: int, absent: Any = None) -> Any:
+    # Beside a key there may be a mask of places that have a value, ``_key``.
     if key not in infos or not bool(_array(infos.get(f"_{key}", np.ones(row + 1, np.bool_)))[row]):
-        return None
+        return absent
     values = infos[key]
     if isinstance(values, Mapping):  # Some keep what ended as one observation of all places.
         return {name: _row_of(values, name, row) for name in values}

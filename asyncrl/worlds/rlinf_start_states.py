@@ -110,13 +110,11 @@ def _numbers(found: Any, count: int) -> NDArray[np.float32] | None:
     return np.array(values, np.float64).astype(np.float32)
 
 
-def _task(frame: Mapping[str, Any], file: Path) -> str:
+def _task(frame: Mapping[str, Any], file: Path) -> Any:
     for key in ("instruction", "task"):
         text = frame.get(key)
-        if isinstance(text, bytes):
-            text = text.decode("utf-8", errors="replace")
-        if isinstance(text, str) and text.strip():
-            return text.strip().rstrip(".").lower()
+        if text is not None and not (isinstance(text, str | bytes) and not text.strip()):
+            return text
     raise AssetError(f"{file}: the first frame has neither 'instruction' nor 'task'. Use RLinf's layout.")
 
 

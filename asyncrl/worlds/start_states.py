@@ -121,7 +121,7 @@ def _read(path: Path, file: h5py.File) -> list[StartState]:
         states.append(
             StartState(
                 name=bytes(arrays["name"][i]).decode(),
-                task=bytes(arrays["task"][i]).decode(),
+                task=arrays["task"][i],
                 frame=frames[i],
                 context_frames=context[0],
                 context_actions=context[1],

@@ -387,8 +387,8 @@ def test_a_configuration_that_cannot_work_says_why(changes: dict[str, object], s
 
 def test_the_prompt_begins_with_bos_and_ends_with_the_colon() -> None:
     tokenizer = PromptTokenizer(build_word_tokenizer(), pad_id=448)
-    pieces = [tokenizer.tokenizer.id_to_token(i) for i in tokenizer.ids("Put the RED cube, on the plate")]
-    expected = "<s> In : What action should the robot take to put the red cube <unk> on the plate ? \n Out :"
+    pieces = [tokenizer.tokenizer.id_to_token(i) for i in tokenizer.ids("Put the RED cube on the plate")]
+    expected = "<s> In : What action should the robot take to put the red cube on the plate ? \n Out :"
     assert pieces == expected.split(" ")
 
 

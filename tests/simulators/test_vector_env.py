@@ -222,7 +222,7 @@ def test_every_reset_may_say_its_own_instruction() -> None:
     assert made.spec.tasks == ()
     assert made.reset([1, 0], [start(4), start(5)]).tasks == ("count from 4", "count from 5")
     silent = VectorEnvSimulator(vector_env(), task_key="order", max_steps=5)
-    with pytest.raises(ConfigError, match=r"info\['order'\] is None in place 0, .*\(task='push it'"):
+    with pytest.raises(ConfigError, match=r"info\['order'\] of place 0 .* task='push it' .* None is no text"):
         silent.reset([0], [start(0)])
 
 
@@ -244,25 +244,12 @@ class IgnoresMask(VectorWrapper):
         return self.env.reset(seed=[value or 0 for value in seed])
 
 
-class RewardsNothingFinite(VectorWrapper):
-    def step(self, actions):
-        observation, rewards, *rest = self.env.step(actions)
-        return observation, rewards * np.nan, *rest
-
-
 def test_an_environment_that_resets_all_places_at_once_is_refused() -> None:
     made = VectorEnvSimulator(IgnoresMask(vector_env()), task="count", max_steps=9)
     made.reset([0], [start(4)])
     steps(made, [0], action())
     with pytest.raises(RunError, match=r"reset the places \[1\], but \[0\] show something else"):
         made.reset([1], [start(5)])
-
-
-def test_a_reward_that_is_no_number_ends_it() -> None:
-    made = VectorEnvSimulator(RewardsNothingFinite(vector_env(places=1)), task="count", max_steps=9)
-    made.reset([0], [start(4)])
-    with pytest.raises(RunError, match="not finite"):
-        steps(made, [0], action())
 
 
 def box(*shape: int, dtype: Any = np.uint8) -> Any:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from asyncrl.devices.tensors import constant_to_device, to_device
 from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.facts import check_instruction, plain_task
 from asyncrl.policies.action_tokens import normalise
 from asyncrl.policies.interface import PolicyInputs
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
@@ -37,7 +38,7 @@ yellow purple white black orange pink brown grey cyan cube block ball plate bowl
 table drawer cabinet stove bottle rack shelf door button handle side
 """
 WORDS: Final = tuple(_WORDS.split())
-"""Vocabulary of the small policies besides the prompt's own words; every other word is `<unk>`."""
+"""Vocabulary of the small policies besides the prompt's own words; every other word is refused."""
 
 _PIECE: Final = r"\w+|[^\w\s]|\n"
 _OF_PROMPT: Final = re.findall(_PIECE, PROMPT.replace("{task}", ""))
@@ -54,7 +55,7 @@ _THREADS: Final = 8
 
 def words_for(tasks: Iterable[str]) -> tuple[str, ...]:
     """Return `WORDS`, followed by the other words of these instructions in alphabetical order."""
-    said = {piece for task in tasks for piece in re.findall(_PIECE, task.lower())}
+    said = {piece for task in tasks for piece in re.findall(_PIECE, plain_task(task))}
     return (*WORDS, *sorted(said - set(WORDS) - set(_OF_PROMPT)))
 
 
@@ -117,10 +118,10 @@ class PromptTokenizer:
         path.write_text(self.tokenizer.to_str(pretty=False), encoding="utf-8")
 
     def ids(self, task: str) -> tuple[int, ...]:
-        """Tokenise the prompt of one task in lower case, beginning with `<s>`."""
+        """Tokenise the prompt of one task in its normal form, beginning with `<s>`."""
         if task in self._known:
             return self._known[task]
-        prompt = PROMPT.format(task=task.lower())
+        prompt = PROMPT.format(task=check_instruction(task, "The prompt of the policy"))
         encoded = self.tokenizer.encode(prompt)
         ids = encoded.ids
         known = tuple(ids) if ids[:1] == [self.begin_id] else (self.begin_id, *ids)
@@ -136,11 +137,9 @@ class PromptTokenizer:
     def _refuse_unknown(
         self, task: str, prompt: str, ids: Sequence[int], places: Sequence[tuple[int, int]]
     ) -> None:
-        # An unknown punctuation mark is harmless.
         of_unknown = self.tokenizer.token_to_id(UNKNOWN)
         spans = [place for number, place in zip(ids, places, strict=True) if number == of_unknown]
-        words = dict.fromkeys(prompt[begin:end] for begin, end in spans)
-        if unread := [repr(word) for word in words if re.search(r"\w", word)]:
+        if unread := list(dict.fromkeys(repr(prompt[begin:end]) for begin, end in spans)):
             raise ConfigError(
                 f"The policy cannot read {', '.join(unread)} of the instruction {task!r}: its tokenizer does "
                 f"not know {'the word' if len(unread) == 1 else 'the words'}. Use other words, or a policy "

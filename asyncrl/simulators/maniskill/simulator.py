@@ -24,7 +24,6 @@ from asyncrl.simulators.interface import (
     SimulatorSpec,
     check_settings,
     hand_pose,
-    plain_task,
 )
 from asyncrl.simulators.maniskill.expert import EXPERTS, SceneView, axis_angle
 from asyncrl.simulators.maniskill.tasks import (
@@ -143,7 +142,7 @@ class ManiSkillPlace:
         self._shown, info = self.env.reset(seed=[start.seed], options=dict(self._options))
         self.env._hidden_objects.clear()
         self._shaped.begin(held=_flag(info, self._task.grasped))
-        return self._task.instruction or plain_task(self.env.get_language_instruction()[0])
+        return self._task.instruction or self.env.get_language_instruction()[0]
 
     def step(self, action: NDArray[np.float32]) -> Outcome:
         """Carry out ``[A]``."""

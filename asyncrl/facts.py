@@ -1,0 +1,95 @@
+"""Facts from outside: one function per fact, called at every door (CONTRIBUTING.md has the table)."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.errors import ConfigError, first_line
+
+_STOPS: Final = " .\u3002\uff0e\uff61\u06d4\u0964"  # Also of Chinese, Japanese, Urdu and Hindi.
+_HIDDEN: Final = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0000-\U000e0fff]"
+)
+"""Letters and marks that show nothing; the other invisible characters have categories of their own."""
+
+
+def plain_task(text: str) -> str:
+    """Return the normal form of an instruction: as prompts have it, and as tasks are compared.
+
+    Lower case, NFC, single blanks, no invisible characters, no full stop at the end.
+
+    Example:
+        >>> plain_task(" Fold the\u200b  Towel.")
+        'fold the towel'
+    """
+    blanks = " ".join(text.split())
+    shown = "".join(c for c in blanks if unicodedata.category(c) not in ("Cc", "Cf"))
+    composed = unicodedata.normalize("NFC", _HIDDEN.sub("", shown).lower())
+    return " ".join(composed.split()).rstrip(_STOPS)
+
+
+def check_instruction(value: object, where: str) -> str:
+    """Return the normal form of a text or its UTF-8; a ConfigError refuses what has no word."""
+    problem = "is no text"
+    try:
+        text = value.decode() if isinstance(value, bytes) else value
+        if isinstance(text, str):
+            text.encode()  # Refuses half of a surrogate pair.
+            task = plain_task(text)
+            if "\ufffd" not in task and any(map(str.isalnum, task)):
+                return task
+            problem = "has lost characters" if "\ufffd" in task else "has no word"
+    except UnicodeError as error:
+        problem = f"is no Unicode text ({first_line(error)})"
+    raise ConfigError(f"{where}: the instruction {_shown(value)} {problem}. Give one like 'fold the towel'.")
+
+
+def check_instructions(values: object, where: str, count: int = -1) -> tuple[str, ...]:
+    """Return the normal forms of a list of instructions, and refuse another number of them; -1: any."""
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes) or count not in (-1, len(values)):
+        wanted = "a tuple of texts" if count < 0 else f"a tuple of {count} texts"
+        raise ConfigError(f"{where}: the instructions are {_shown(values)}, expected {wanted}.")
+    return tuple(check_instruction(value, where) for value in values)
+
+
+def check_verdicts(values: object, shape: Sequence[int], where: str) -> NDArray[np.bool_]:
+    """Return bools, or of finite numbers from 0 whether they are above 0.5; a ConfigError refuses others."""
+    found, problem = _numbers_in(values, shape)
+    if found.dtype.kind != "b" and not problem:
+        wrong = found[~(np.isfinite(found) & (found >= 0))]
+        problem, found = str(wrong[0]) if wrong.size else "", found > 0.5
+    if problem:
+        raise ConfigError(
+            f"{where} is {problem}, which is neither yes nor no. Give True or False, 0 or 1, or a finite "
+            "number from 0 that is above 0.5 for yes."
+        )
+    return found
+
+
+def check_rewards(values: object, shape: Sequence[int], where: str) -> NDArray[np.float32]:
+    """Return numbers as float32, finite or not; a ConfigError refuses others."""
+    found, problem = _numbers_in(values, shape)
+    if problem:
+        raise ConfigError(f"{where} are {problem}. Give a number for each.")
+    return found.astype(np.float32)
+
+
+def _shown(value: object) -> str:
+    return " ".join(ascii(value).split())[:80]  # In one line, also of an array.
+
+
+def _numbers_in(values: object, shape: Sequence[int]) -> tuple[NDArray[Any], str]:
+    try:
+        found: NDArray[Any] = np.asarray(values)
+    except (ValueError, TypeError) as error:  # Ragged, or not in this memory.
+        return np.empty(0), first_line(error)
+    if found.dtype.kind not in "biuf":
+        return found, _shown(values)
+    wrong = found.shape != tuple(shape)
+    return found, f"{found.dtype}{list(found.shape)}, expected {list(shape)}" if wrong else ""

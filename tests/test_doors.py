@@ -1,0 +1,97 @@
+"""Every fact through every door: what comes in is read rightly, or refused in one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from asyncrl.errors import AsyncRLError
+from support.doors import DOORS, TASK, Unstorable, doors_of
+
+REFUSED: Final = "refused"
+SAME: Final = (
+    f"{TASK}.", f"  {TASK} . ", TASK.upper(), TASK.replace(" ", "  "), TASK.replace(" ", "\u00a0"),
+    TASK.replace(" the", "\tthe"), TASK.replace(" the", "\n the"), f"\ufeff{TASK}", f"{TASK}\u200b",
+    TASK.replace("\u00e9", "e\u0301").replace("\u00e8", "e\u0300"), f"\u202e{TASK}\u202c", f"{TASK}\x07",
+    TASK.replace("cube", "cu\u00adbe"), f"{TASK}\ufe0f", f"{TASK}\u3002",
+)  # fmt: skip
+"""Spellings of one instruction."""
+NOTHING: Final = (
+    "",
+    "  ",
+    ".",
+    "\u200b",
+    "?!",
+    f"{TASK}\ufffd",
+    "\ud800",
+    b"\xff",
+    7,
+    0.5,
+    None,
+    [TASK, TASK],
+    {"a": 1},
+)
+VALUES: Final[dict[str, list[tuple[Any, Any]]]] = {
+    "instruction": [*((text, TASK) for text in SAME), *((value, REFUSED) for value in NOTHING)],
+    "success": [
+        *((value, value > 0.5) for value in (True, False, 1, 0, 1.0, 0.0, 0.1, 0.5, 0.6, 2)),
+        *((value, REFUSED) for value in (float("nan"), float("inf"), float("-inf"), -1, -0.6)),
+        *((value, REFUSED) for value in ("False", "True", "", None, [1, 0], 1j, {"a": 1})),
+    ],
+    "reward": [
+        *((value, True) for value in (0.0, -3, 2.5, True)),
+        *(
+            (value, REFUSED)
+            for value in (float("nan"), float("inf"), float("-inf"), "1", "", [1, 0], 1j, {"a": 1})
+        ),
+    ],
+}
+"""Fact -> values, each with what is read of it: the task, whether it is solved; or `REFUSED`."""
+READS: Final = {"instruction": "task", "success": "solved", "reward": "solved"}
+FAST: Final = ("recordings", "own_simulator", "prompt", "robomimic_attributes")
+"""Doors at which the default run of the tests tries each third value."""
+
+
+def outcome(folder: Path, name: str, fact: str, value: Any) -> Any:
+    """What a door reads of a value, or `REFUSED` if it says so in one sentence, or `Unstorable`."""
+    folder.mkdir()
+    try:
+        return getattr(DOORS[name](folder, **{fact: value}), READS[fact])
+    except Unstorable:
+        return Unstorable
+    except AsyncRLError as error:
+        return REFUSED if "\n" not in str(error) else error
+
+
+def tried(folder: Path, name: str, fact: str, step: int) -> list[str]:
+    """Try each `step`-th value at a door; return a line for each that comes out wrong."""
+    wrong, through = [], 0
+    for number, (value, expected) in enumerate(VALUES[fact][::step]):
+        found = outcome(folder / str(number), name, fact, value)
+        through += found is not Unstorable
+        if found not in (expected, Unstorable):
+            wrong.append(f"{value!a}: {found!a}, expected {expected!a}")
+    assert through, "nothing can come in here"
+    return wrong
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_some_values_of_each_fact_are_read_rightly_or_refused(tmp_path: Path, name: str) -> None:
+    for fact in VALUES:
+        if name in doors_of(fact):
+            (tmp_path / fact).mkdir()
+            assert not tried(tmp_path / fact, name, fact, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fact", "name"), [(fact, name) for fact in VALUES for name in doors_of(fact)])
+def test_a_fact_is_read_rightly_or_refused_at_a_door(tmp_path: Path, fact: str, name: str) -> None:
+    assert not tried(tmp_path, name, fact, 1)
+
+
+@pytest.mark.parametrize("fact", VALUES)
+def test_a_fact_is_tried_with_enough_values_at_enough_doors(fact: str) -> None:
+    assert sum(expected is REFUSED for _, expected in VALUES[fact]) >= 8
+    assert len(doors_of(fact)) >= 3
