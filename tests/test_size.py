@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 CEILINGS = {
     "": (953, 8),
     "actors": (1138, 5),
-    "commands": (2664, 14),
+    "commands": (2645, 14),
     "config": (1148, 6),
     "devices": (530, 5),
     "doctor": (1321, 7),

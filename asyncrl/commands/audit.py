@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from asyncrl.evaluation.imagined_and_true import Audit, AuditedEpisode, AuditModels
     from asyncrl.launch.named_models import RunSettings
 
-EPISODES: Final = 128
-"""Default of simulators whose starts are seeds."""
+EPISODES: Final = 128  # By default, of simulators whose starts are seeds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,7 @@ from asyncrl.simulators.interface import Demonstrator, SimStart, SimulatorSource
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import HELD_OUT, Act, Play, SimulatedEpisode, chosen_tasks, rollout
 
-MOST_PLACES: Final = 8
-"""Episodes of a worker at once: their frames are in memory."""
+MOST_PLACES: Final = 8  # Episodes of a worker at once: their frames are in memory
 
 
 @dataclass(frozen=True, kw_only=True)

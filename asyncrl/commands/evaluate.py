@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from asyncrl.worlds.interface import World
 
 OTHER_TASKS = "Choose another simulator, or add --other-tasks: no task of training is measured then."
-EXPERT = "expert"
-"""Name of the simulator's own demonstrator."""
+EXPERT = "expert"  # Name of the simulator's own demonstrator
 
 
 @dataclass(frozen=True, kw_only=True)

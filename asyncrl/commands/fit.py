@@ -103,7 +103,6 @@ def _fit_policy(config: FitPolicy) -> None:
 
 
 def _fine_tunes_policy(config: FitPolicy) -> bool:
-    """True if a large policy may be meant: it is then written in the type that it computes in."""
     from asyncrl.policies.openvla.names import UNUSED_NORM
     from asyncrl.storage.tensor_files import TensorFiles
 
@@ -114,7 +113,6 @@ def _fine_tunes_policy(config: FitPolicy) -> bool:
 
 
 def _redrawn(config: FitPolicy | FitReward, recordings: Recordings, device: torch.device) -> FrameFile | None:
-    """Return the recordings' frames after the autoencoder of --world: ``[F, H, W, 3]`` uint8."""
     from asyncrl.fitting.world import check_same_size, load_fitted
 
     if not config.world:
@@ -164,7 +162,6 @@ def _fit_world(config: FitWorld) -> None:
 
 
 def _fine_tunes_world(config: FitWorld) -> bool:
-    """True if a large world may be meant: it is then written as it was read."""
     from asyncrl.fitting.world import fit_class
     from asyncrl.worlds.files import is_published, world_kind
 

@@ -138,7 +138,6 @@ def _start_of(episodes: Sequence[Episode], starts: Sequence[StartState]) -> Star
 def _logprobs(
     run: Path, config: TrainConfig, episodes: Sequence[Episode], device: torch.device
 ) -> list[np.ndarray]:
-    """Compute the log-probs of the stored samples by the policies that are left; print which are."""
     from asyncrl.evaluation.imagined_and_true import logprobs_again
     from asyncrl.launch.named_models import load_policy_version
     from asyncrl.storage import checkpoint

@@ -77,7 +77,6 @@ class Gc(_Look):
         return int(bool(left))
 
     def _leftovers(self, run: Path, state: State) -> list[Leftover]:
-        """Find the leftovers of a run; with --yes delete them, while no process can own it."""
         if self.yes and state is not State.RUNNING:
             try:
                 with run_owner.kept_unowned(run, "runs gc"):
@@ -158,8 +157,7 @@ COMPARED: Final = (
     *(s.LAG_MEAN, s.GROUPS_PER_MINUTE, s.LEARNER_WAITING, s.ACTORS_WAITING),
 )
 """Metrics that `compare` shows without --all."""
-LONG_AGO: Final = 300 * 86_400
-"""Seconds after which a date has its year instead of the time of day."""
+LONG_AGO: Final = 300 * 86_400  # Seconds after which a date has its year instead of the time of day
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +243,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the values of all runs by name; None stands for one that a run does not have."""
     names = dict.fromkeys(name for row in rows for name in row if name not in ("run_dir", "resume", "time"))
     return {name: [row.get(name) for row in rows] for name in names}
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Final
 
 import tyro
@@ -20,16 +19,11 @@ from asyncrl.observability.process_status import Process
 from asyncrl.storage import run_folder
 from asyncrl.storage.run_folder import RunSummary, State
 
-WRITING_SECONDS = 1.0
-"""Time for the processes to write their stacks."""
-CODES: Final[Mapping[State, int]] = MappingProxyType(
-    {State.RUNNING: 0, State.DEAD: 1, State.FINISHED: 3, State.STOPPED: 4}
-)
+WRITING_SECONDS = 1.0  # Time for the processes to write their stacks
+CODES: Final[Mapping[State, int]] = {State.RUNNING: 0, State.DEAD: 1, State.FINISHED: 3, State.STOPPED: 4}
 """Exit codes; with --watch a finished run is 0."""
-INTERRUPTED: Final = 130
-"""Exit code when Ctrl-C ends --watch; the run goes on."""
-_CLEARED: Final = "\033[H\033[J"
-"""Clears a terminal."""
+INTERRUPTED: Final = 130  # Exit code when Ctrl-C ends --watch; the run goes on
+_CLEARED: Final = "\033[H\033[J"  # Clears a terminal
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,7 +103,6 @@ def read_settings(arguments: list[str], help_text: ShortHelp = TRAIN) -> TrainCo
 
 
 def _with_settings_of_run(config: TrainConfig, arguments: list[str]) -> TrainConfig:
-    """Keep the settings of a resumed run where no flag changes them."""
     path = Path(config.run_dir).expanduser()
     if run_folder.TIME in config.run_dir and run_folder.TIME not in str(path.parent):
         path = run_folder.newest(path.parent)
