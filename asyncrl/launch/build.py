@@ -23,7 +23,6 @@ from asyncrl.config.sections import WorldDefaults
 from asyncrl.devices.offload import NO_OFFLOAD, OffloadedTensors
 from asyncrl.devices.tensors import take_device, use_compiler_cache
 from asyncrl.errors import ConfigError
-from asyncrl.evaluation.success_rate import simulator_of_tasks
 from asyncrl.launch.environment import WorldFiles, check_environment, offload_idle, with_world_defaults
 from asyncrl.launch.job import Hosts, Job, RunInfo, open_store
 from asyncrl.launch.named_models import build_policy, named_policy, named_world
@@ -71,7 +70,6 @@ class LearnerStart:
     lock: RunLock
     checkpoint: Path | None  # of a resumed run
     episodes: EpisodeFormat = ANY_FORMAT
-    simulator: str = ""  # with the tasks of the run; empty: unknown
     tasks: Sequence[str] = ()  # all instructions of the run; empty: unknown
 
     @property
@@ -134,7 +132,6 @@ def start_run(models: LoadedModels, again: Path | None = None) -> LearnerStart:
     folder = checkpoint.latest(run.path) if config.resume else None
     if folder is not None:
         require_ledger(run.path / run_folder.REPLAY / LEDGER, checkpoint.verify(folder))
-    simulator = config.evaluation.simulator or simulator_named(config.world)
     return LearnerStart(
         policy=policy,
         run_dir=run.path,
@@ -142,7 +139,6 @@ def start_run(models: LoadedModels, again: Path | None = None) -> LearnerStart:
         lock=run.lock,
         checkpoint=folder,
         episodes=files.episode_format(policy, config.actor.max_decisions),
-        simulator=simulator or simulator_of_tasks(set(files.tasks)),
         tasks=files.spec.tasks if isinstance(files, SimulatorFiles) else files.tasks,
     )
 

@@ -170,7 +170,7 @@ def _after_failure(config: TrainConfig, run_dir: Path, version: int) -> str:
     )
 
 
-def final_summary(config: TrainConfig, run_dir: Path, reason: str = "", simulator: str = "") -> str:
+def final_summary(config: TrainConfig, run_dir: Path, reason: str = "", tasks: Sequence[str] = ()) -> str:
     """Return the result, the reason of an early end, the newest checkpoint and the next commands."""
     rates = successes(run_dir / "metrics.jsonl")
     newest = checkpoint.latest(run_dir)
@@ -184,7 +184,7 @@ def final_summary(config: TrainConfig, run_dir: Path, reason: str = "", simulato
     lines += _measured(run_dir)
     if newest is not None:
         lines.append(f"newest checkpoint:      {short_path(newest)}")
-    lines.append(f"true success rate:      {_how_to_evaluate(config, run, simulator)}")
+    lines.append(f"true success rate:      {_how_to_evaluate(config, run, tasks)}")
     lines.append("                        and with --temperature 0: its most likely actions")
     if early:
         lines.append(_how_to_continue(config, run_dir))
@@ -221,13 +221,15 @@ def _how_to_continue(config: TrainConfig, run_dir: Path) -> str:
     return f"continue:               asyncrl train --run-dir {run} --resume{own}"
 
 
-def _how_to_evaluate(config: TrainConfig, run: str, simulator: str) -> str:
+def _how_to_evaluate(config: TrainConfig, run: str, tasks: Sequence[str]) -> str:
+    from asyncrl.evaluation.success_rate import simulator_of_tasks
+
     policy, _ = registry.split(config.policy)
     command = f"asyncrl evaluate {policy}@{run}" if policy else f"asyncrl evaluate {run}"
     if simulator_named(config.world):
         own = f" --simulator {config.world}" if registry.names_code(config.world) else ""
         return f"{command}{own}, at starts that were not trained on"
-    if simulator:
+    if simulator := config.evaluation.simulator or simulator_of_tasks(set(tasks)):
         own = f" --simulator {simulator}" if registry.names_code(simulator) else ""
         return f"{command}{own}"
     if registry.names_code(config.world):

@@ -18,7 +18,7 @@ from asyncrl.observability import process_status
 from asyncrl.observability.background_file import logged_to
 from asyncrl.observability.signals import StopFlag, raise_limit
 from asyncrl.observability.terminal import steady_console
-from asyncrl.replay.inline_ports import InProcessActorPort, InProcessLearnerPort
+from asyncrl.replay.inline_ports import InProcessLearnerPort
 from asyncrl.storage import run_folder
 from asyncrl.weights.transports.in_process import build_in_process
 
@@ -42,7 +42,7 @@ def run(asked: TrainConfig) -> int:
         actor: Actor
         # Before the actor introduces itself: groups an earlier one left open are the resume's to give up.
         port = InProcessLearnerPort(replay, version=start.version, imagine=lambda: actor.step(0.0))
-        actor = build_actor(config, "inline", backend, starts, InProcessActorPort(replay), receiver)
+        actor = build_actor(config, "inline", backend, starts, port.actor_port(), receiver)
         with logged_to(start.run_dir / "logs" / "inline.log"), console.opened_log(config, start) as log:
             console.introduce(log, asked, models, start, "1 process (inline)")
             try:
@@ -62,5 +62,5 @@ def run(asked: TrainConfig) -> int:
                 backend.close()
                 port.close()
                 start.lock.release()
-            log.banner(console.final_summary(config, start.run_dir, learner.early_end, start.simulator))
+            log.banner(console.final_summary(config, start.run_dir, learner.early_end, start.tasks))
     return 0

@@ -18,7 +18,6 @@ from asyncrl import registry
 from asyncrl.config.run import TrainConfig, load_file
 from asyncrl.devices.float8 import check_device
 from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
-from asyncrl.evaluation.success_rate import simulator_of_tasks
 from asyncrl.policies.acceleration import FLAG, enable_gradient_checkpointing, use_float8_where_frozen
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.policies.lora import add_lora
@@ -216,6 +215,8 @@ def settings_of_run(run_dir: Path) -> RunSettings:
             tasks = tuple(sorted({state.task for state in states}))
         simulator, settings = config.evaluation.simulator, config.evaluation.simulator_settings
         if registry.names_code(simulator) or not simulator:
+            from asyncrl.evaluation.success_rate import simulator_of_tasks
+
             simulator, settings = simulator_of_tasks(tasks), ()
     return RunSettings(
         config=config, tasks=tasks, simulator=simulator, simulator_settings=without_code(settings)

@@ -189,7 +189,7 @@ def lead(asked: TrainConfig, job: Job, hosts: Hosts, stop: StopFlag) -> int:
         ending.close()
         if line := console.balance(config, placement, run_dir, start.version):
             log.banner(line)
-        log.banner(console.final_summary(config, run_dir, learner.early_end, start.simulator))
+        log.banner(console.final_summary(config, run_dir, learner.early_end, start.tasks))
     return 0
 
 

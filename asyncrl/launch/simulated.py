@@ -16,7 +16,6 @@ import numpy as np
 from asyncrl import registry
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.evaluation.success_rate import check_fits
 from asyncrl.launch.named_models import sampling_of
 from asyncrl.observability.logger import flat
 from asyncrl.policies.interface import Policy
@@ -47,6 +46,8 @@ class SimulatorFiles:
 
     def check_policy(self, policy: Policy) -> None:
         """Refuse a policy that cannot play here, or cannot read one of the tasks."""
+        from asyncrl.evaluation.success_rate import check_fits
+
         with _about_world():
             check_fits(policy, self.spec)
 

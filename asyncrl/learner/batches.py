@@ -162,7 +162,7 @@ def batch_metrics(outcomes: Sequence[GroupOutcome], version: int) -> dict[Metric
         r.LAG_MEAN: float(lag.mean()),
         r.LAG_MAX: float(lag.max()),
         **{
-            metric: float(lags.holds(lag).mean())
+            metric: float(((lag >= lags.low) & (lag <= lags.high)).mean())
             for metric, lags in zip(r.LAG_HISTOGRAM, LAG_RANGES, strict=True)
         },
     }

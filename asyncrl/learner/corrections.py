@@ -26,7 +26,6 @@ from asyncrl.learner.advantages import vtrace
 from asyncrl.learner.losses import MAX_LOG_RATIO, log_ratio, reduce_to_level, summed, valid_units
 from asyncrl.learner.update_metrics import MetricAccumulator
 from asyncrl.observability import metrics_training as m
-from asyncrl.observability.metrics import LAG_RANGES
 
 
 class NoCorrection:
@@ -169,10 +168,8 @@ def staleness_metrics(
     metrics.mean(m.MISMATCH_KL, mismatch, valid)
     metrics.moments("ratio", raw, units)
     metrics.largest(m.IMPORTANCE_MAX, raw, units)
-    for at_lag, kl, mean_ratio in zip(LAG_RANGES, m.MISMATCH_KL_AT_LAG, m.RATIO_AT_LAG, strict=True):
-        here = at_lag.holds(lag)[:, None, None]
-        metrics.mean(kl, mismatch, valid & here)
-        metrics.mean(mean_ratio, raw, units & here)
+    metrics.mean_by_lag(m.MISMATCH_KL_AT_LAG, mismatch, valid, lag)
+    metrics.mean_by_lag(m.RATIO_AT_LAG, raw, units, lag)
     if weights is not None:
         metrics.mean(m.IMPORTANCE_CAPPED, (weights != at_level(weighed)).float(), units)
         metrics.mean(m.IMPORTANCE_MEAN, weights, units)

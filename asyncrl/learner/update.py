@@ -43,7 +43,7 @@ from asyncrl.learner.recipe import Recipe, build_recipe
 from asyncrl.learner.update_metrics import MetricAccumulator, effective_sample_size, variance
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import process_status
-from asyncrl.observability.metrics import LAG_RANGES, Metric
+from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import EvaluateResult, Policy
 
 KL_ROWS_SHARE: Final = 32  # Of so many decisions one is evaluated again for the KL to the old policy
@@ -228,8 +228,7 @@ def _policy_loss(
     metrics.mean(m.OUTSIDE_TRUST_REGION, beyond.float(), with_advantage)
     metrics.mean(m.RATIO, log_ratio(logprob, proximal).exp(), mask & advantage_M[:, None, None])
     limited = (beyond | terms.clipped | terms.dual_clipped).float()
-    for lags, metric in zip(LAG_RANGES, m.CLIPPED_AT_LAG, strict=True):
-        metrics.mean(metric, limited, with_advantage & lags.holds(micro.lag)[:, None, None])
+    metrics.mean_by_lag(m.CLIPPED_AT_LAG, limited, with_advantage, micro.lag)
     return loss
 
 

@@ -12,7 +12,7 @@ Recomputation, passes without gradient and the optimizer step count as time only
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
@@ -23,7 +23,7 @@ from asyncrl.learner.batches import Batch
 from asyncrl.learner.fsdp import Precision
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.observability import metrics_system as m
-from asyncrl.observability.metrics import Metric
+from asyncrl.observability.metrics import LAG_RANGES, Metric
 from asyncrl.policies.interface import Policy
 
 
@@ -39,6 +39,11 @@ class MetricAccumulator:
         """Add valid values to a mean."""
         values, mask = torch.broadcast_tensors(values.detach(), mask)
         self._add(metric, torch.where(mask, values, 0).sum(dtype=torch.float64), mask.sum().double())
+
+    def mean_by_lag(self, metrics: Sequence[Metric], values: Tensor, mask: Tensor, lag_D: Tensor) -> None:
+        """Add valid values ``[D, ...]`` to the mean of their lag's metric, one for each of `LAG_RANGES`."""
+        for metric, lags in zip(metrics, LAG_RANGES, strict=True):
+            self.mean(metric, values, mask & ((lag_D >= lags.low) & (lag_D <= lags.high))[:, None, None])
 
     def total(self, metric: Metric, part: Tensor) -> None:
         """Add ``[]`` to a sum over micro-batches and ranks, averaged over optimizer steps."""

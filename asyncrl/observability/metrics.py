@@ -10,7 +10,7 @@ import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,6 @@ class LagRange:
     text: str
     low: int
     high: int
-
-    def holds(self, lag: Any) -> Any:
-        """Return a bool array or tensor, of the shape of `lag`: True within the range."""
-        return (lag >= self.low) & (lag <= self.high)
 
 
 LAG_RANGES: Final = (

@@ -1,6 +1,6 @@
 """Reach a replay in the same thread by plain calls: the ports of `--inline` and of tests.
 
-Learner and actor take turns, so a run repeats itself.
+Learner, actor and replay take turns, so a run repeats itself.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class InProcessActorPort:
         """Introduce the actor; `warn` receives one line for each invalid episode."""
         self._replay, self._name, self._warn = replay, actor_name, warn
         self._dropped: set[int] = set()
+        self._pushed: list[Episode] = []
         replay.state.limiter.heartbeat_timeout = math.inf  # Within one thread a long round is no silence.
         replay.hello(actor_name, os.urandom(8).hex())
 
@@ -51,12 +52,19 @@ class InProcessActorPort:
         return found
 
     def push(self, episode: Episode) -> None:
-        """See `ActorPort`. The replay holds it until its group is complete."""
-        receipt = self._replay.admit(episode)
-        if receipt.status.startswith("dropped") and receipt.status != "dropped_outdated":
-            self._dropped.add(number_of(episode.group_id))
-        if receipt.status == "dropped_invalid":
-            self._warn(f"replay: episode {receipt.episode_id} was dropped: {receipt.reason}")
+        """See `ActorPort`. The replay admits it in its own turn (`deliver`)."""
+        self._pushed.append(episode)
+
+    def deliver(self) -> None:
+        """Let the replay admit the pushed episodes."""
+        self._replay.pop_receipts()
+        pushed, self._pushed = self._pushed, []
+        for episode in pushed:
+            receipt = self._replay.admit(episode)
+            if receipt.status.startswith("dropped") and receipt.status != "dropped_outdated":
+                self._dropped.add(number_of(episode.group_id))
+            if receipt.status == "dropped_invalid":
+                self._warn(f"replay: episode {receipt.episode_id} was dropped: {receipt.reason}")
 
     def fail(self, failure: GroupFailure) -> None:
         """See `ActorPort`."""
@@ -75,7 +83,6 @@ class InProcessActorPort:
     def serve(self) -> None:
         """See `ActorPort`."""
         self._replay.state.limiter.record_heartbeat(self._name)
-        self._replay.pop_receipts()
 
     def report(self, metrics: Mapping[Metric, float]) -> None:
         """See `ActorPort`."""
@@ -93,7 +100,13 @@ class InProcessLearnerPort:
     ) -> None:
         """Begin or resume the run."""
         self._replay, self._imagine = replay, imagine
+        self._actors: list[InProcessActorPort] = []
         replay.begin(os.urandom(8).hex(), version, in_turns=True)
+
+    def actor_port(self, name: str = "inline", *, warn: Callable[[str], None] = print) -> InProcessActorPort:
+        """Introduce an actor, whose episodes `choose` delivers."""
+        self._actors.append(InProcessActorPort(self._replay, name, warn=warn))
+        return self._actors[-1]
 
     def choose(self, *, groups: int, version: int, timeout: float) -> BatchDescription:
         """See `LearnerPort`. Lets the actor imagine until nothing is in flight."""
@@ -101,6 +114,8 @@ class InProcessLearnerPort:
         self._replay.set_version(version)
         while True:
             busy = self._imagine is not None and self._imagine()
+            for actor in self._actors:
+                actor.deliver()
             self._replay.maintain()
             in_flight = busy or self._replay.lifecycle.disk.groups
             if not in_flight and (numbers := self._replay.choose(groups, version)) is not None:

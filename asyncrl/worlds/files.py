@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, NamedTuple, Self
 
@@ -50,6 +49,8 @@ OPENSORA_MARKS: Final = (
     "spatial_blocks.0.attn.qkv.weight",
     "temporal_blocks.0.attn.qkv.weight",
 )
+EVAC_MARK: Final = "model.diffusion_model.input_blocks.0.0.weight"  # With DeepSpeed's prefix or without.
+EVAC_SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
 
 
 class Kind(NamedTuple):
@@ -59,8 +60,8 @@ class Kind(NamedTuple):
     """Name for people."""
     world: str
     """Its class, as `registry.resolve` takes it."""
-    recogniser: str
-    """'module:function': returns the reason why a folder holds no published world of this kind, or ""."""
+    recogniser: Callable[[Path], str]
+    """Returns the reason why a folder holds no published world of this kind, or ""."""
 
 
 def lacks_wan(folder: Path) -> str:
@@ -71,6 +72,19 @@ def lacks_wan(folder: Path) -> str:
 def lacks_opensora(folder: Path) -> str:
     """Return the tensor that a folder lacks to hold an STDiT3, or ""; torn files count as whole."""
     return _absent(names_in(folder), OPENSORA_MARKS)
+
+
+def lacks_evac(folder: Path) -> str:
+    """Return the reason why a folder holds no EVAC checkpoint, or ""; reads all of its weight files."""
+    names, errors = set[str](), list[str]()
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if path.suffix in EVAC_SUFFIXES:
+            try:
+                names |= TensorFiles(path).names()
+            except CheckpointError as error:
+                errors.append(str(error))
+    looked = f"no tensor {EVAC_MARK} in its *{', *'.join(EVAC_SUFFIXES)}"
+    return "" if any(name.endswith(EVAC_MARK) for name in names) else "; ".join([looked, *errors])
 
 
 def names_in(folder: Path) -> set[str]:
@@ -89,9 +103,9 @@ def _absent(names: Set[str], marks: Sequence[str]) -> str:
 # A further kind needs an entry here and nothing else.
 # By the name in world.json. Cheap recognisers come first: the first that fits is taken.
 KINDS: Final = {
-    "wan": Kind("Wan", "wan", "asyncrl.worlds.files:lacks_wan"),
-    "opensora": Kind("OpenSora", "opensora", "asyncrl.worlds.files:lacks_opensora"),
-    "evac": Kind("EVAC", "evac", "asyncrl.worlds.evac.files:lacks"),
+    "wan": Kind("Wan", "wan", lacks_wan),
+    "opensora": Kind("OpenSora", "opensora", lacks_opensora),
+    "evac": Kind("EVAC", "evac", lacks_evac),
 }
 
 
@@ -136,7 +150,7 @@ def _recognised(folder: Path) -> tuple[str, dict[str, str]]:
             raise CheckpointError(f"{described} describes a world of kind {name!r}; there are: {known}.")
         return name, {}
     for name, kind in KINDS.items():
-        reasons[kind.title] = resolve_name(kind.recogniser)(folder)
+        reasons[kind.title] = kind.recogniser(folder)
         if not reasons[kind.title]:
             return name, {}
     return "", reasons

@@ -25,7 +25,6 @@ from asyncrl.errors import AssetError, ConfigError
 from asyncrl.records import ACTION_DIM, POSE_DIM, StartState
 from asyncrl.storage.atomic import replacing
 from asyncrl.storage.untrusted import dataset_in, open_hdf5
-from asyncrl.worlds.rlinf_start_states import load_trajectories, load_trajectory
 
 T = TypeVar("T")
 FORMAT: Final = "asyncrl-start-states-1"
@@ -82,6 +81,8 @@ def load_start_states(path: Path, *, keyframes: bool = True, image_size: int = 0
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
         if not files and any(path.glob("*.npy")):
+            from asyncrl.worlds.rlinf_start_states import load_trajectories
+
             return load_trajectories(path, keyframes=keyframes, image_size=image_size)
         if not files:
             raise AssetError(f"{path} holds no start states (looked for *.h5 and *.npy). Set --start-states.")
@@ -89,6 +90,8 @@ def load_start_states(path: Path, *, keyframes: bool = True, image_size: int = 0
     if not path.is_file():
         raise AssetError(f"start states {path} do not exist. Set --start-states to a .h5 file or a folder.")
     if path.suffix == ".npy":
+        from asyncrl.worlds.rlinf_start_states import load_trajectory
+
         return [load_trajectory(path, image_size=image_size)]
     try:
         with open_hdf5(path) as file:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from asyncrl.actors import actor as actor_module
+from asyncrl.actors.actor import Actor
 from asyncrl.actors.backend import EpisodeInProgress, PendingEpisode, Slots, Stage, build_episode
 from asyncrl.actors.imagination import WorldBackend
 from asyncrl.config.sections import ActorSettings, SuccessFrames
@@ -21,7 +22,7 @@ from asyncrl.observability import metrics_system as s
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.records import Episode, episode_seed, noise_seed, sampling_seed
 from asyncrl.replay.admission import problem_with
-from asyncrl.replay.inline_ports import InProcessLearnerPort
+from asyncrl.replay.inline_ports import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.interface import GroupGrant
 from asyncrl.weights.interface import ChannelClosed
 from support.replay import next_batch
@@ -258,9 +259,15 @@ def test_siblings_share_their_start_and_nothing_else(imagination: WorldBackend) 
 # ---- the loop ------------------------------------------------------------------------------------
 
 
+def deliver(actor: Actor) -> None:
+    assert isinstance(actor.port, InProcessActorPort)
+    actor.port.deliver()
+
+
 def test_a_round_hands_over_a_complete_group(imagination: WorldBackend, tmp_path: Path) -> None:
     actor, replay, learner = actor_with(imagination, tmp_path, slots=GROUP)
     assert actor.step(wait=0.0)
+    deliver(actor)
     assert (list(replay.state.limiter.ready), actor.slots.live) == ([0], [])
     ((first, second),) = next_batch(learner, groups=1, version=0, timeout=0.0)
     assert (first.member, second.member) == (0, 1)
@@ -275,6 +282,7 @@ def test_a_round_hands_over_a_complete_group(imagination: WorldBackend, tmp_path
 def test_without_credit_a_round_imagines_nothing(imagination: WorldBackend, tmp_path: Path) -> None:
     actor, replay, learner = actor_with(imagination, tmp_path, slots=GROUP)
     assert actor.step(wait=0.0)
+    deliver(actor)
     assert not actor.step(wait=0.0)
     assert (replay.state.limiter.credit, list(replay.state.limiter.ready), actor.slots.live) == (0, [0], [])
     next_batch(learner, groups=1, version=0, timeout=0.0)
@@ -290,6 +298,7 @@ def test_in_one_process_an_actor_that_lacks_a_version_ends_in_a_timeout_until_it
     actor, replay, _ = actor_with(imagination, tmp_path, slots=GROUP)
     receiver, actor.receiver = actor.receiver, Unreached()
     learner = InProcessLearnerPort(replay, imagine=lambda: actor.step(0.0))
+    actor.port = learner.actor_port()
     with pytest.raises(SampleTimeout, match="0 groups ready, 1 in flight with 0 episodes"):
         next_batch(learner, groups=1, version=0, timeout=0.05)
     actor.receiver = receiver

@@ -24,6 +24,7 @@ from asyncrl.errors import ConfigError, RunError
 from asyncrl.observability import metrics_system as m
 from asyncrl.records import Episode
 from support.failing_models import Poisoned, RowModels, RowState, episodes_of, inline_run
+from support.replay import next_batch
 
 CPU = torch.device("cpu")
 
@@ -127,7 +128,7 @@ def test_a_half_without_episodes_keeps_nobody_waiting(order: list[str], tmp_path
         pass
     assert order == ["launch 2", "collect"] * 3
     assert not run.actor.step(0.0)
-    assert len(run.replay.state.limiter.ready) == 1
+    assert len(next_batch(run.learner, groups=1, version=0, timeout=0.0)) == 1
     run.replay.close()
 
 

@@ -20,7 +20,7 @@ from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import metrics_system as m
 from asyncrl.policies.interface import ActResult, SamplingParams
 from asyncrl.records import StartState
-from asyncrl.replay.inline_ports import InProcessActorPort, InProcessLearnerPort
+from asyncrl.replay.inline_ports import InProcessLearnerPort
 from asyncrl.weights.interface import WholeTensors
 from asyncrl.weights.transports.in_process import build_in_process
 from asyncrl.worlds.start_states import StartStateStream
@@ -106,10 +106,11 @@ def actor_on(folder: Path, policy: torch.device, world: torch.device, *, stages:
         world_device=world,
     )
     starts = StartStateStream([start(n) for n in range(4)], 0)
-    port = InProcessActorPort(replay)
+    learner = InProcessLearnerPort(replay, imagine=lambda: actor.step(0.0))
+    port = learner.actor_port()
     actor = Actor("inline", imagination, starts, port, receiver, settings, group_size=GROUP, run_seed=0)
     actor.telemetry._interval = float("inf")  # A report would take the seconds that tests read.
-    return actor, InProcessLearnerPort(replay, imagine=lambda: actor.step(0.0)), replay
+    return actor, learner, replay
 
 
 @pytest.mark.parametrize("stages", [1, 2])

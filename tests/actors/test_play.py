@@ -27,7 +27,7 @@ from asyncrl.observability import metrics_system as m
 from asyncrl.policies.interface import ActResult, SamplingParams
 from asyncrl.records import ActionSpec, Episode, episode_seed, noise_seed, sampling_seed
 from asyncrl.replay.admission import problem_with
-from asyncrl.replay.inline_ports import InProcessActorPort, InProcessLearnerPort
+from asyncrl.replay.inline_ports import InProcessLearnerPort
 from asyncrl.replay.interface import GroupGrant
 from asyncrl.simulators.interface import SimStart, SimulatorSource, SimulatorSpec, random_start
 from asyncrl.simulators.pool import SimulatorPool, SlotAnswer
@@ -419,7 +419,7 @@ def run_of(
     run = SimpleNamespace(replay=replay)
     run.learner = InProcessLearnerPort(replay, imagine=lambda: run.actor.step(0.0))
     run.actor = Actor(
-        "inline", play, TrainingStarts(SPEC, 0, "random"), InProcessActorPort(replay), receiver, settings,
+        "inline", play, TrainingStarts(SPEC, 0, "random"), run.learner.actor_port(), receiver, settings,
         group_size=GROUP, run_seed=0,
     )  # fmt: skip
     return run

@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.run import TrainConfig
-from asyncrl.config.sections import LoraSettings, ReplaySettings
+from asyncrl.config.sections import EvaluationSettings, LoraSettings, ReplaySettings
 from asyncrl.launch.console import WIDTH, balance, banner, final_summary, resumed
 from asyncrl.launch.placement import parse_placement
 from asyncrl.observability import metrics_system as s
@@ -40,11 +40,9 @@ def test_the_simulator_that_has_the_tasks_is_advised_and_no_other(
     tmp_path: Path, world: str, policy: str, simulator: str, said: str
 ) -> None:
     run = tmp_path / "run"
-    (line,) = (
-        line
-        for line in final_summary(TrainConfig(world=world, policy=policy), run, "", simulator).splitlines()
-        if line.startswith("true success rate:")
-    )
+    config = TrainConfig(world=world, policy=policy, evaluation=EvaluationSettings(simulator=simulator))
+    lines = final_summary(config, run).splitlines()
+    (line,) = (line for line in lines if line.startswith("true success rate:"))
     assert said.replace("RUN", str(run)) in line
     assert said.count(" --simulator") == line.count(" --simulator")
 

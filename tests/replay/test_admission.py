@@ -21,7 +21,7 @@ from asyncrl.replay.admission import Expected, refusal
 from asyncrl.replay.buffer import Replay
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.groups import REFUSED
-from asyncrl.replay.inline_ports import InProcessActorPort, InProcessLearnerPort
+from asyncrl.replay.inline_ports import InProcessLearnerPort
 from asyncrl.replay.interface import EpisodeFormat, GroupFailure, GroupGrant, SimulatorFormat
 from support.episodes import make_episode, simulated, with_chain
 from support.replay import next_batch, read_batch
@@ -179,8 +179,6 @@ def test_what_refused_episodes_were_is_known_after_a_restart(tmp_path: Path) -> 
 
 
 def test_a_run_whose_actors_are_always_refused_ends_with_the_reason(replay: Replay) -> None:
-    actor = InProcessActorPort(replay, "inline", warn=lambda line: None)
-
     def imagine() -> bool:
         for grant in actor.acquire_groups(2, 0.0):
             actor.push(make_episode(grant.number, 0, versions=(0,), image=8, actor="inline"))
@@ -188,6 +186,7 @@ def test_a_run_whose_actors_are_always_refused_ends_with_the_reason(replay: Repl
 
     del replay.state.limiter.actors["actor-0"]  # It never came.
     learner = InProcessLearnerPort(replay, imagine=lambda: imagine() and False)
+    actor = learner.actor_port(warn=lambda line: None)
     with pytest.raises(ReplayError, match=r"Nothing that the actors imagine is admitted.*pictures of 8 x 8"):
         next_batch(learner, groups=1, version=0, timeout=20.0)
 

@@ -72,6 +72,7 @@ class Dream:
         self.left -= 1
         grant, member = self.pending.pop(0)
         self.port.push(self.imagine(grant, member))
+        self.port.deliver()
         return True
 
     def imagine(self, grant: GroupGrant, member: int) -> Episode:

@@ -15,7 +15,7 @@ from asyncrl.messaging.sockets import bind_router
 from asyncrl.messaging.wire import decode, encode
 from asyncrl.observability import metrics_system as s
 from asyncrl.replay.client import WINDOW, ZmqActorPort, ZmqLearnerPort
-from asyncrl.replay.inline_ports import InProcessActorPort, InProcessLearnerPort
+from asyncrl.replay.inline_ports import InProcessLearnerPort
 from asyncrl.replay.interface import GroupGrant, NothingToLearn, RunStopped
 from asyncrl.replay.server import ReplayServer, serve_replay
 from support.episodes import assert_same, make_episode
@@ -382,7 +382,6 @@ class InertCore:
 
 def test_the_inline_ports_go_through_the_same_steps(tmp_path: Path) -> None:
     replay = open_run_replay(tmp_path, CONFIG)
-    actor = InProcessActorPort(replay)
 
     def imagine() -> None:
         actor.serve()
@@ -390,6 +389,7 @@ def test_the_inline_ports_go_through_the_same_steps(tmp_path: Path) -> None:
             push_group(actor, grant, "whoever", grant.min_version)
 
     learner = InProcessLearnerPort(replay, imagine=imagine)
+    actor = learner.actor_port()
     numbers = []
     for version in range(3):
         batch = next_batch(learner, groups=2, version=version, timeout=10.0)

@@ -25,7 +25,7 @@ from asyncrl.launch.roles import open_run_replay
 from asyncrl.policies.interface import ActResult, SamplingParams
 from asyncrl.records import Episode, StartState
 from asyncrl.replay.buffer import Replay
-from asyncrl.replay.inline_ports import InProcessActorPort, InProcessLearnerPort
+from asyncrl.replay.inline_ports import InProcessLearnerPort
 from asyncrl.replay.interface import ActorPort
 from asyncrl.replay.state import COUNTERS
 from asyncrl.weights.interface import WholeTensors
@@ -199,7 +199,7 @@ def inline_run(folder: Path, poisoned: Poisoned, *, per_update: int = 4, **actor
     replay = open_run_replay(folder, config(per_update=per_update))
     run = InlineRun(replay=replay)
     run.learner = InProcessLearnerPort(replay, imagine=lambda: run.actor.step(0.0))
-    run.actor = actor_of(poisoned, InProcessActorPort(replay), **actor)
+    run.actor = actor_of(poisoned, run.learner.actor_port(), **actor)
     return run
 
 

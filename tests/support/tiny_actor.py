@@ -12,7 +12,7 @@ from asyncrl.config.sections import ActorSettings, ReplaySettings
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.records import StartState
 from asyncrl.replay.buffer import Replay
-from asyncrl.replay.inline_ports import InProcessActorPort, InProcessLearnerPort
+from asyncrl.replay.inline_ports import InProcessLearnerPort
 from asyncrl.weights.interface import WholeTensors
 from asyncrl.weights.transports.in_process import build_in_process
 from asyncrl.worlds.start_states import StartStateStream
@@ -47,6 +47,6 @@ def actor_with(
     where = {"policy_device": models.policy_device, "world_device": models.world_device}
     fresh = WorldBackend(models.policy, models.world, models.reward, models.sampling, rule=rule, **where)
     starts = StartStateStream([start(0), start(1)], seed=0)
-    port = InProcessActorPort(replay)
+    port = learner.actor_port()
     actor = Actor("inline", fresh, starts, port, receiver, settings, group_size=GROUP, run_seed=0)
     return actor, replay, learner

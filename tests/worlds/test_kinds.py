@@ -16,8 +16,7 @@ from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
 from asyncrl.launch.named_models import named_policy, named_world
 from asyncrl.worlds import files as kinds
-from asyncrl.worlds.evac import files as evac
-from asyncrl.worlds.files import names_in
+from asyncrl.worlds.files import EVAC_MARK, names_in
 from asyncrl.worlds.opensora.world import OpenSoraWorld
 from support.tiny_models import WORLDS
 
@@ -42,7 +41,7 @@ def write_opensora(folder: Path) -> Path:
 
 def write_evac(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
-    torch.save({"module": {"_forward_module." + evac.MARK: torch.zeros(2)}}, folder / "step.bin")
+    torch.save({"module": {"_forward_module." + EVAC_MARK: torch.zeros(2)}}, folder / "step.bin")
     return folder
 
 
@@ -73,7 +72,7 @@ def test_what_is_no_world_is_told_for_each_kind_what_was_looked_for(tmp_path: Pa
         "holds weights.safetensors: no world model",
         f"Wan's (no tensor {kinds.WAN_MARKS[1]} in",
         f"OpenSora's (no tensor {kinds.OPENSORA_MARKS[1]} in",
-        f"EVAC's (no tensor {evac.MARK} in",
+        f"EVAC's (no tensor {EVAC_MARK} in",
     ):
         assert part in str(raised.value)
     with pytest.raises(CheckpointError, match="is neither a shipped world"):
@@ -137,7 +136,7 @@ def lacks(folder: Path) -> str:
 
 
 def test_a_fourth_kind_is_one_entry_of_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fourth = kinds.Kind(title="Fourth", world=f"{__name__}:FourthWorld", recogniser=f"{__name__}:lacks")
+    fourth = kinds.Kind(title="Fourth", world=f"{__name__}:FourthWorld", recogniser=lacks)
     monkeypatch.setitem(kinds.KINDS, "fourth", fourth)
     folder = write_tensors(tmp_path / "world", (FOURTH_MARK,))
     assert named_world(str(folder)).kind is FourthWorld

@@ -51,6 +51,7 @@ class OpenVLAOFTPolicy(Policy):
         super().__init__()
         self.config = config
         self.pictures, self.proprio_numbers = config.images, config.proprio_dim
+        self.slots, self.causal = config.slots, config.causal
         words = preprocess.build_word_tokenizer
         self.tokenizer = tokenizer or PromptTokenizer(words(), pad_id=config.token_count)
         parts = networks.build_networks(config)
@@ -227,7 +228,7 @@ class OpenVLAOFTPolicy(Policy):
     ) -> tuple[Tensor, Tensor | None, int]:
         """Embed the sequence: ``[B, S, D]``, mask ``[B, S]`` (or None), the last prompt token's index."""
         prompt, mask = self.embed_prompt(inputs)
-        parts = [prompt, prompt.new_zeros(len(prompt), self.config.slots, self.config.llm_width)]
+        parts = [prompt, prompt.new_zeros(len(prompt), self.slots, self.config.llm_width)]
         if self.config.stop_token:
             stop_B1 = inputs.input_ids.new_full((len(prompt), 1), self.tokenizer.end_id)
             parts.append(self.llm.embed_tokens(stop_B1))
@@ -239,8 +240,8 @@ class OpenVLAOFTPolicy(Policy):
     def readout(self, inputs: PolicyInputs, tokens_BK: Tensor | None = None) -> Tensor:
         """Compute final hidden states ``[B, K, D]`` of action tokens; only autoregression reads bins."""
         embeddings_BSD, mask_BS, last_prompt = self.embed(inputs, tokens_BK)
-        hidden_BSD = run_trunk(self.llm, embeddings_BSD, mask_BS, causal=self.config.causal)
-        return hidden_BSD[:, last_prompt : last_prompt + self.config.slots]
+        hidden_BSD = run_trunk(self.llm, embeddings_BSD, mask_BS, causal=self.causal)
+        return hidden_BSD[:, last_prompt : last_prompt + self.slots]
 
     def choose(
         self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None
@@ -270,7 +271,7 @@ class OpenVLAOFTPolicy(Policy):
     def act(self, inputs: PolicyInputs, sampling: SamplingParams, seeds: Sequence[int]) -> ActResult:
         """Decide; every row samples from its own stream."""
         assert len(seeds) == len(inputs.pixels), f"{len(seeds)} seeds for {len(inputs.pixels)} rows"
-        uniforms_BK = action_tokens.uniforms_for(sampling, seeds, self.config.slots, self.device)
+        uniforms_BK = action_tokens.uniforms_for(sampling, seeds, self.slots, self.device)
         chosen = self.choose(inputs, sampling, uniforms_BK)
         tokens = self.as_chunk(chosen.tokens).int()
         return ActResult(
@@ -335,7 +336,7 @@ class OpenVLAPolicy(OpenVLAOFTPolicy):
         cache = DynamicCache(config=self.llm.config)
         hidden = self._read(embeddings, mask, cache)
         prompt_B1D, tokens, logprobs = hidden, [], []
-        for k in range(self.config.slots):
+        for k in range(self.slots):
             if k:
                 if mask is not None:
                     mask = nn.functional.pad(mask, (0, 1), value=1)

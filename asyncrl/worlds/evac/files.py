@@ -28,11 +28,20 @@ from asyncrl.worlds.evac.conditions import EvacConfig, EvacNetworks
 from asyncrl.worlds.evac.ddim import EvacOptions
 from asyncrl.worlds.evac.poses import Camera, MotionStatistics
 from asyncrl.worlds.evac.unet import UNetConfig
-from asyncrl.worlds.files import ABOUT, AS_SAVED, NO_SETTINGS, WorldFolder, count_blocks, read_about, renamed
+from asyncrl.worlds.files import (
+    ABOUT,
+    AS_SAVED,
+    EVAC_MARK,
+    EVAC_SUFFIXES,
+    NO_SETTINGS,
+    WorldFolder,
+    count_blocks,
+    read_about,
+    renamed,
+)
 from asyncrl.worlds.layers import FrameVaeConfig
 
 KIND: Final = "evac"
-MARK: Final = "model.diffusion_model.input_blocks.0.0.weight"  # A tensor that every published checkpoint has.
 _WRAPPED: Final = "_forward_module."  # in front of all names in DeepSpeed's files
 _TOWER: Final = "visual.transformer.resblocks.0.attn.in_proj_weight"  # in OpenCLIP's own file
 # Of the noise schedule, which is known without a file; of OpenCLIP's text tower, and statistics of pictures.
@@ -200,7 +209,7 @@ def open_evac(
     if not tensors and not (folder / ABOUT).is_file():
         raise CheckpointError(
             f"{folder} holds no EVAC world: neither a world.json of kind {KIND!r} nor a checkpoint (*.ckpt, "
-            f"*.pt) with tensor {MARK}."
+            f"*.pt) with tensor {EVAC_MARK}."
         )
     about = read_about(folder, KIND, published=bool(tensors))
     if not tensors:
@@ -262,7 +271,7 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
 def _find_tensors(folder: Path) -> tuple[str, dict[str, TensorFiles]]:
     """Return the name of a world's main file, and its tensors' files by published name; none without one."""
     files, errors = _open_files(folder)
-    main = [path for path, held in files.items() if MARK in held.names()]
+    main = [path for path, held in files.items() if EVAC_MARK in held.names()]
     if not main:
         if errors:  # Perhaps it is the one that cannot be read.
             raise errors[0]
@@ -294,7 +303,7 @@ def _open_files(folder: Path) -> tuple[dict[Path, TensorFiles], list[CheckpointE
     files, errors = dict[Path, TensorFiles](), list[CheckpointError]()
     own = {file_name(part): prefix for part, prefix in PREFIXES.items()}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if path.suffix not in (".ckpt", ".pt", ".pth", ".bin", ".safetensors"):
+        if path.suffix not in EVAC_SUFFIXES:
             continue
         prefix = own.get(path.name, "")
         try:
@@ -302,15 +311,6 @@ def _open_files(folder: Path) -> tuple[dict[Path, TensorFiles], list[CheckpointE
         except CheckpointError as error:
             errors.append(error)
     return files, errors
-
-
-def lacks(folder: Path) -> str:
-    """Return the reason why a folder holds no EVAC checkpoint, or ""; see `worlds.files`."""
-    files, errors = _open_files(folder)
-    if any(MARK in held.names() for held in files.values()):
-        return ""
-    looked = f"no tensor {MARK} in its *.ckpt, *.pt, *.pth, *.bin and *.safetensors"
-    return "; ".join([looked, *map(str, errors)])
 
 
 # These two map stored names to published ones; an empty result stands for another file.

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
@@ -37,7 +37,6 @@ from asyncrl.worlds.files import (
     shape_of,
     transformer_files,
 )
-from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, load_decoder
 from asyncrl.worlds.wan.transformer import (
     FRAMES_PER_LATENT,
     ActionWanTransformer,
@@ -45,6 +44,9 @@ from asyncrl.worlds.wan.transformer import (
     transformer_name,
 )
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae, decode_step, encode_step, use_channels_last
+
+if TYPE_CHECKING:
+    from asyncrl.worlds.wan.tiny_decoder import TinyDecoder
 
 KIND: Final = "wan"
 TRANSFORMER: Final = "transformer.safetensors"
@@ -134,6 +136,8 @@ class WanFiles(LatentWorldFolder):
         """Load the distilled decoder; None if the settings ask for the full one."""
         if self.settings.decoder != "tiny":
             return None
+        from asyncrl.worlds.wan.tiny_decoder import load_decoder
+
         mean, std = self.vae_size.latents_mean, self.vae_size.latents_std
         return load_decoder(self.folder, latents_mean=mean, latents_std=std, device=device, dtype=dtype)
 

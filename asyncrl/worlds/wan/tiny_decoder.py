@@ -25,34 +25,7 @@ from torch.nn import functional
 from asyncrl.errors import CheckpointError
 from asyncrl.storage.atomic import read_json, write_json
 from asyncrl.storage.tensor_files import TensorFiles, fill, write_tensors
-from asyncrl.worlds.wan.vae import (
-    FRAMES_PER_LATENT,
-    Cache,
-    Layers,
-    WanVae,
-    decode_layers,
-    decode_step,
-    use_channels_last,
-)
-
-
-class FullDecoder:
-    """The autoencoder's own decoder."""
-
-    def __init__(self, vae: WanVae) -> None:
-        self.vae = vae
-        self._layers: Layers = decode_layers
-
-    def decode(self, latents_BZFhw: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
-        """Draw the next frames of `B` videos in [-1, 1]; arguments and result as of `decode_step`."""
-        # Single latents open videos, in batches of many sizes: compiling would begin again for each.
-        layers = decode_layers if latents_BZFhw.shape[2] == 1 else self._layers
-        return decode_step(self.vae, latents_BZFhw, cache, layers=layers)
-
-    def compile(self) -> None:
-        """Compile for one fixed batch size."""
-        self._layers = torch.compile(decode_layers, fullgraph=True, dynamic=False)
-
+from asyncrl.worlds.wan.vae import FRAMES_PER_LATENT, use_channels_last
 
 FORMAT: Final = "asyncrl-tiny-decoder-1"
 WEIGHTS: Final = "decoder.safetensors"
@@ -130,10 +103,10 @@ class TinyDecoder(nn.Module):
     def decode(
         self, latents_BZFhw: Tensor, cache: Memory | None, *, clamp: bool = True
     ) -> tuple[Tensor, Memory]:
-        """See `FullDecoder.decode`; `clamp` as of `decode_step`."""
+        """See `vae.FullDecoder.decode`; `clamp` as of `decode_step`."""
         if cache is None and latents_BZFhw.shape[2] != 1:
             raise ValueError(f"a video starts with a single latent frame, got {latents_BZFhw.shape[2]}")
-        opens = latents_BZFhw.shape[2] == 1  # not compiled, as in `FullDecoder`
+        opens = latents_BZFhw.shape[2] == 1  # not compiled, as in `vae.FullDecoder`
         frames, after = (self._run if opens else self._stream)(latents_BZFhw, cache)
         # The first latent stands for one frame: the last of the four that the network draws.
         frames = frames[:, :, -1:] if cache is None else frames

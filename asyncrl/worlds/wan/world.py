@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -37,9 +37,11 @@ from asyncrl.worlds.files import FolderWorld, write_about
 from asyncrl.worlds.slots import TensorState, draw_noise, finite_rows, open_each_once
 from asyncrl.worlds.start_states import check_beginnings
 from asyncrl.worlds.wan.files import KIND, TRANSFORMER, VAE, WanFiles, open_world
-from asyncrl.worlds.wan.tiny_decoder import FullDecoder, TinyDecoder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer
-from asyncrl.worlds.wan.vae import Cache, Layers, WanVae, encode_layers, encode_step
+from asyncrl.worlds.wan.vae import Cache, FullDecoder, Layers, WanVae, encode_layers, encode_step
+
+if TYPE_CHECKING:
+    from asyncrl.worlds.wan.tiny_decoder import TinyDecoder
 
 CONTEXT: Final = 4  # Frames that the memory latent stands for.
 WINDOW: Final = 4  # Latent frames the transformer sees: anchor, memory and two new ones.
