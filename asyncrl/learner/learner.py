@@ -338,7 +338,6 @@ class Learner:
             _log.warning("version %d could not be saved: %s", self.version, error)
 
     def _finish_checkpoint(self, deadline: float = SHUTDOWN_TIMEOUT_CHECKPOINT) -> str:
-        """Returns where to resume."""
         try:
             self.checkpoints.finish(deadline)
         except CheckpointError as error:

@@ -151,7 +151,8 @@ def _length(episode: Episode, expected: Expected) -> str | None:
 
 def _played(episode: Episode, expected: Expected) -> str | None:
     simulator, found = expected.format.simulator, optional_of(episode)
-    if expected.format.imagined and episode.steps_taken != UNKNOWN_LENGTH:
+    imagined = expected.format.image_size and simulator is None
+    if imagined and episode.steps_taken != UNKNOWN_LENGTH:
         return "it says how many steps were taken, as of a simulator, but this run has a world model"
     if simulator is None:
         return None

@@ -137,7 +137,6 @@ def _write_attribute(target: Any, name: str, value: str | int) -> None:
 
 
 def _letters(spec: ArraySpec, array: NDArray[Any]) -> str:
-    """C and A appear as their sizes."""
     axes = [size if axis in ("C", "A") else axis for axis, size in zip(spec.shape, array.shape, strict=True)]
     return ",".join(map(str, axes if spec.joined_by != "E" else ["E", *axes]))
 
@@ -208,7 +207,6 @@ def _describe(path: Path, size: int, group: Any, table: NDArray[Any]) -> GroupFi
 
 
 def _read_version(path: Path, file: h5py.File) -> int:
-    """Returns the schema version."""
     found: dict[str, Any] = {key: file.attrs[key] for key in CONSTANT}
     readable = ((FORMAT.encode(),), (FORMAT_VERSION,), STORED_SCHEMA_VERSIONS)
     for key, values in zip(CONSTANT, readable, strict=True):

@@ -163,11 +163,6 @@ class EpisodeFormat:
     simulator: SimulatorFormat | None = None
     """None: a world model, or unknown."""
 
-    @property
-    def imagined(self) -> bool:
-        """True if a world model is known to make the episodes."""
-        return bool(self.image_size) and self.simulator is None
-
 
 ANY_FORMAT: Final = EpisodeFormat()
 

@@ -7,7 +7,7 @@ when the process starts, `roll_back` when a learner goes on from an earlier vers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Final, TypeVar
@@ -36,7 +36,8 @@ class GroupLifecycle:
         self.receipts: list[tuple[str, Receipt]] = []
         self.notices: list[str] = []
         self._writer: Executor = AtOnce()
-        self._unwritten: dict[int, Future[GroupFile]] = {}
+        self.unwritten: dict[int, Future[GroupFile]] = {}
+        """Complete groups in the thread's queue. Nothing gives them up before they are written."""
 
     def recover(self) -> None:
         """Bring an empty state up to date from the ledger and the files."""
@@ -95,28 +96,23 @@ class GroupLifecycle:
         """Let a thread write the files from now on, one after another."""
         self._writer = ThreadPoolExecutor(1, "seal")
 
-    @property
-    def unwritten(self) -> Collection[int]:
-        """Complete groups in the thread's queue. Nothing gives them up before they are written."""
-        return self._unwritten.keys()
-
     def store_soon(self, number: int) -> None:
         """Store a complete group, in the thread if there is one; the receipts of its episodes follow."""
-        self._unwritten[number] = self._writer.submit(self.store.write, number, self._members(number))
+        self.unwritten[number] = self._writer.submit(self.store.write, number, self._members(number))
         self.finish(wait=False)
 
     def finish(self, *, wait: bool = True) -> None:
         """Enter the groups that the thread wrote; with `wait`, all of them."""
-        while self._unwritten and (wait or next(iter(self._unwritten.values())).done()):
-            number = next(iter(self._unwritten))
+        while self.unwritten and (wait or next(iter(self.unwritten.values())).done()):
+            number = next(iter(self.unwritten))
             try:
-                self._enter(self._unwritten.pop(number).result())
+                self._enter(self.unwritten.pop(number).result())
             except (DiskFull, OutOfFiles) as error:
                 self.disk.failed(number, error)
 
     def retry(self) -> None:
         """Store the waiting groups again once that is due."""
-        while self.disk.due and not self._unwritten:
+        while self.disk.due and not self.unwritten:
             self.store_soon(min(self.disk.groups))
 
     def close(self) -> None:
@@ -145,11 +141,9 @@ class GroupLifecycle:
 
     def filter(self, number: int) -> None:
         """Close a stored group without a learning signal."""
-        group_file = self.store.group_files[number]
-        successes = group_file.successes
-        self.state.commit(
-            Filtered(filtered=number, newest_version=group_file.newest_version, successes=successes)
-        )
+        file = self.store.group_files[number]
+        event = Filtered(filtered=number, newest_version=file.newest_version, successes=file.successes)
+        self.state.commit(event)
 
     def notify(self, line: str) -> None:
         """Write a line to the log, and to the learner's console unless `NOTICES` lines wait for that."""
