@@ -305,7 +305,6 @@ class ZmqLearnerPort:
             self._exchange(min(left, 0.05))
 
     def _exchange(self, wait: float) -> list[Message]:
-        """Returns the messages about groups that are fetched."""
         others = list[Message]()
         for message in self._link.exchange(wait):
             if message.kind == "status_reply":

@@ -184,7 +184,6 @@ class ReplayServer:
         self._asked.clear()
 
     def _grant_one(self, peer: bytes) -> bool:
-        """A new group, or one whose answer was lost."""
         requests = self._acquires[peer]
         # An actor that hangs would keep the credit; awake, it asks again.
         if peer not in self.peers.actors or self.replay.state.limiter.timed_out(self.peers.actors[peer]):
