@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
 from asyncrl.facts import check_instruction
+from asyncrl.storage.untrusted import Typed
 
 CHUNK: Final = 8  # steps per decision: actions of a policy call, frames of a world model's call
 ACTION_DIM: Final = 7  # (dx, dy, dz, droll, dpitch, dyaw, gripper)
@@ -45,6 +46,37 @@ class ActionSpec:
 
     chunk: int = CHUNK
     dim: int = ACTION_DIM
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds(Typed):
+    """Range of numbers in a model's data (OpenVLA calls this BOUNDS_Q99); others are a ValueError."""
+
+    q01: tuple[float, ...]  # first percentile of each, in the environment's units
+    q99: tuple[float, ...]  # 99th percentile of each
+    mask: tuple[bool, ...]  # False: the number is not scaled (the gripper)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < len(self.q01) == len(self.q99) == len(self.mask):
+            lengths = f"{len(self.q01)}, {len(self.q99)} and {len(self.mask)}"
+            raise ValueError(f"q01, q99 and mask have {lengths} numbers")
+        if len(above := np.flatnonzero(np.array(self.q01) > np.array(self.q99))):
+            raise ValueError(f"q01 is above q99 in number {above[0]}")
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Bounds:
+        """Read one entry of a `dataset_statistics.json`; without a mask, everything is scaled."""
+        low, high = (tuple(fields.get(name) or ()) for name in ("q01", "q99"))
+        return cls(q01=low, q99=high, mask=tuple(fields.get("mask", [True] * len(low))))
+
+    def problem(self, numbers: int) -> str:
+        """Return why so many numbers cannot be scaled by these; empty if they can."""
+        if len(self.q01) != numbers:
+            return f"have {len(self.q01)} numbers, expected {numbers}"
+        low, high = np.array(self.q01, np.float32), np.array(self.q99, np.float32)
+        still = np.flatnonzero(np.array(self.mask) & (low == high))
+        return f"have q01 equal to q99 in number {still[0]}, which is scaled" if len(still) else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +237,11 @@ class Episode:
 
 
 def returns_differ(lowest: Any, highest: Any, size: Any) -> Any:
-    """Compare returns of rewards whose absolute values sum to `size`; a rounding of the sum is no spread."""
+    """Compare returns, floats or tensors; a spread that another order of summation can make is none.
+
+    Args:
+        size: Sum of the rewards' absolute values, or the largest absolute return.
+    """
     return highest - lowest > 1e-5 * size
 
 

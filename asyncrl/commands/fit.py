@@ -13,8 +13,16 @@ import tyro
 from asyncrl.config.help import subcommands
 from asyncrl.devices.tensors import take_device
 from asyncrl.errors import ConfigError
-from asyncrl.fitting import settings
 from asyncrl.fitting.recording_files import FrameFile, Recordings
+from asyncrl.fitting.settings import (
+    FitDecoder,
+    FitKeyframes,
+    FitPolicy,
+    FitReward,
+    FitStarts,
+    FitWorld,
+    FromData,
+)
 from asyncrl.fitting.sources import load_recordings
 from asyncrl.launch.job import read_job
 from asyncrl.storage.assets import policy_folder, start_states_path, world_folder
@@ -28,8 +36,8 @@ if TYPE_CHECKING:
 
 ARGUMENTS: Any = subcommands(
     {
-        **{"policy": settings.FitPolicy, "world": settings.FitWorld, "reward": settings.FitReward},
-        **{"starts": settings.FitStarts, "keyframes": settings.FitKeyframes, "decoder": settings.FitDecoder},
+        **{"policy": FitPolicy, "world": FitWorld, "reward": FitReward},
+        **{"starts": FitStarts, "keyframes": FitKeyframes, "decoder": FitDecoder},
     }
 )
 
@@ -48,19 +56,15 @@ def main(arguments: list[str]) -> int:
 
     # float32 products round their inputs to TF32 where the GPU can: several times faster.
     torch.set_float32_matmul_precision("high")
-    fits: dict[type, Callable[[Any], None]] = {settings.FitPolicy: _fit_policy, settings.FitWorld: _fit_world}
-    fits |= {
-        settings.FitReward: _fit_reward,
-        settings.FitStarts: _write_states,
-        settings.FitKeyframes: _write_states,
-    }
+    fits: dict[type, Callable[[Any], None]] = {FitPolicy: _fit_policy, FitWorld: _fit_world}
+    fits |= {FitReward: _fit_reward, FitStarts: _write_states, FitKeyframes: _write_states}
     fits.get(type(config), _fit_decoder)(config)
     if read_job().rank == 0:
         print(f"done in {time.monotonic() - began:.0f} s", flush=True)
     return 0
 
 
-def _read(config: settings.FromData) -> Recordings:
+def _read(config: FromData) -> Recordings:
     prints = read_job().rank == 0
     if prints:
         print(f"reading {', '.join(map(str, config.data))}", flush=True)
@@ -71,7 +75,7 @@ def _read(config: settings.FromData) -> Recordings:
     return recordings
 
 
-def _fit_policy(config: settings.FitPolicy) -> None:
+def _fit_policy(config: FitPolicy) -> None:
     import torch
 
     from asyncrl.fitting.fit_models import check_imitable, fit_policy, fresh_policy, write_statistics
@@ -98,7 +102,7 @@ def _fit_policy(config: settings.FitPolicy) -> None:
     print(f"policy in {config.out}: {loss:.3f} nats per action token")
 
 
-def _fine_tunes_policy(config: settings.FitPolicy) -> bool:
+def _fine_tunes_policy(config: FitPolicy) -> bool:
     from asyncrl.policies.openvla.names import UNUSED_NORM
     from asyncrl.storage.tensor_files import TensorFiles
 
@@ -108,20 +112,18 @@ def _fine_tunes_policy(config: settings.FitPolicy) -> bool:
     return UNUSED_NORM in TensorFiles(policy_folder(config.refine)).names()
 
 
-def _redrawn(
-    config: settings.FitPolicy | settings.FitReward, recordings: Recordings, device: torch.device
-) -> FrameFile | None:
+def _redrawn(config: FitPolicy | FitReward, recordings: Recordings, device: torch.device) -> FrameFile | None:
     from asyncrl.fitting.world import check_same_size, load_fitted
 
     if not config.world:
         return None
-    folder = world_folder(config.world) if isinstance(config, settings.FitPolicy) else config.world
+    folder = world_folder(config.world) if isinstance(config, FitPolicy) else config.world
     world = load_fitted(folder, device)
     check_same_size(world, recordings, "world")
     return world.redraw(recordings)
 
 
-def _fit_world(config: settings.FitWorld) -> None:
+def _fit_world(config: FitWorld) -> None:
     import torch
 
     from asyncrl.fitting.loop import Schedule
@@ -159,7 +161,7 @@ def _fit_world(config: settings.FitWorld) -> None:
     print(f"world version {config.version} in {config.out}: velocity error {loss:.4f}")
 
 
-def _fine_tunes_world(config: settings.FitWorld) -> bool:
+def _fine_tunes_world(config: FitWorld) -> bool:
     from asyncrl.fitting.world import fit_class
     from asyncrl.worlds.files import is_published, world_kind
 
@@ -171,7 +173,7 @@ def _fine_tunes_world(config: settings.FitWorld) -> bool:
     return is_published(folder) and fit_class(world_kind(folder)).fine_tunes
 
 
-def _fit_reward(config: settings.FitReward) -> None:
+def _fit_reward(config: FitReward) -> None:
     import torch
 
     from asyncrl.fitting.fit_models import fit_reward, fresh_reward
@@ -190,12 +192,12 @@ def _fit_reward(config: settings.FitReward) -> None:
     print(f"reward model in {config.world}: cross-entropy {loss:.4f}")
 
 
-def _write_states(config: settings.FitStarts | settings.FitKeyframes) -> None:
+def _write_states(config: FitStarts | FitKeyframes) -> None:
     from asyncrl.fitting import starts
     from asyncrl.worlds.start_states import save_start_states
 
     what = "start states"
-    if isinstance(config, settings.FitKeyframes):
+    if isinstance(config, FitKeyframes):
         states, what = starts.keyframe_states(_read(config), config.count), "key frames"
     elif config.pictures:
         pictures, instructions = Path(config.pictures), Path(config.instructions)
@@ -206,7 +208,7 @@ def _write_states(config: settings.FitStarts | settings.FitKeyframes) -> None:
     print(f"{len(states)} {what} of {len({state.task for state in states})} tasks in {config.out}")
 
 
-def _fit_decoder(config: settings.FitDecoder) -> None:
+def _fit_decoder(config: FitDecoder) -> None:
     import torch
 
     from asyncrl.fitting.fit_decoder import compare, fit_decoder, fresh_decoder, write_decoder
@@ -240,7 +242,7 @@ def _fit_decoder(config: settings.FitDecoder) -> None:
 
 
 def _imagine(
-    config: settings.FitDecoder, world: Any, device: torch.device, dtype: torch.dtype
+    config: FitDecoder, world: Any, device: torch.device, dtype: torch.dtype
 ) -> tuple[ImaginedVideos, ImaginedVideos]:
     from asyncrl.fitting.fit_decoder import imagine_episodes
     from asyncrl.policies.interface import SamplingParams

@@ -7,6 +7,7 @@ Letters: E episodes, F frames of all episodes, A numbers per action.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,12 +34,19 @@ from asyncrl.records import ACTION_DIM, CHUNK
 from asyncrl.rewards.resnet import ResNetReward, RewardConfig, RewardNetwork
 from asyncrl.storage.atomic import write_json
 
+_log = logging.getLogger(__name__)
 LARGEST_PATCH: Final = 16  # Pixels.
+MOST_CLIPPED: Final = 0.05  # Share of a number's steps that a policy may clip without a warning.
 LEAST_RANGE: Final = 1e-3  # Least width of a number that (nearly) never changed: never divide by zero.
 
 
 def patch_size(image_size: int) -> int:
-    """Choose the side of a patch: at most `LARGEST_PATCH` pixels, with at least 8 x 8 patches if possible."""
+    """Choose the side of a patch: at most `LARGEST_PATCH` pixels, with at least 8 x 8 patches if possible.
+
+    Example:
+        >>> [patch_size(side) for side in (64, 96, 128, 256)]
+        [8, 12, 16, 16]
+    """
     most = min(LARGEST_PATCH, max(1, image_size // 8))
     patch = max(side for side in range(1, most + 1) if image_size % side == 0)
     if image_size // patch > 2 * -(-image_size // most):
@@ -79,18 +87,24 @@ def executed(recordings: Recordings) -> NDArray[np.float32]:
     return np.delete(recordings.actions, recordings.offsets[:-1], axis=0)
 
 
-def action_percentiles(recordings: Recordings) -> NDArray[np.float64]:
-    """Return the first and the 99th percentile of each number of an action: ``[2, A]``."""
-    return np.quantile(executed(recordings).astype(np.float64), [0.01, 0.99], axis=0)
+def action_range(recordings: Recordings) -> NDArray[np.float64]:
+    """Return the first and the 99th percentile of each number of an action, ``[2, A]``.
+
+    Where they meet, as of a number that hardly ever moves, its extremes, `LEAST_RANGE` apart at least: what
+    lies outside the range is clipped.
+    """
+    actions = executed(recordings).astype(np.float64)
+    if not len(actions):
+        raise ConfigError("--data holds no action: there is nothing to imitate. Record whole episodes.")
+    ends, extremes = np.quantile(actions, [0.01, 0.99], axis=0), np.stack([actions.min(0), actions.max(0)])
+    middle, half = extremes.mean(0), np.maximum(extremes[1] - extremes[0], LEAST_RANGE) / 2
+    return np.where(ends[1] - ends[0] < LEAST_RANGE, [middle - half, middle + half], ends)
 
 
 def action_statistics(recordings: Recordings) -> NormStats:
     """Measure the range of each number. The last of 7 is the gripper: not scaled if it keeps to -1 to 1."""
-    actions = executed(recordings)
-    if not len(actions):
-        raise ConfigError("--data holds no action: there is nothing to imitate. Record whole episodes.")
-    low, high = action_percentiles(recordings)
-    width = actions.shape[1]
+    low, high = action_range(recordings)
+    actions, width = executed(recordings), len(low)
     gripper = width == ACTION_DIM and float(np.abs(actions[:, -1]).max()) <= 1
     scaled = (True,) * (width - 1) + (not gripper,)
     return NormStats(q01=tuple(low.tolist()), q99=tuple(high.tolist()), mask=scaled)
@@ -133,7 +147,15 @@ def tokens_of(actions: np.ndarray, config: OpenVLAOFTConfig) -> np.ndarray:
     """Compute the bins ``[F, A]`` int32, 0..255, that a policy decodes to actions ``[F, A]``."""
     scaled = opening_of(actions, config.gripper)
     if config.norm_key:
-        scaled = normalise(scaled, config.norm_stats[config.norm_key])
+        scaled = normalise(scaled, config.norm_stats[config.norm_key], clip=False)
+    outside = (np.abs(scaled) > 1.01).mean(0)
+    if (share := outside.max()) > MOST_CLIPPED:
+        _log.warning(
+            "%.0f %% of the actions lie, in number %d, outside the range that the policy's tokens span: its "
+            "end is imitated. Measure the range: --statistics q01_q99.",
+            100 * share,
+            outside.argmax(),
+        )
     return encode(scaled)
 
 

@@ -203,7 +203,7 @@ def minimise(
         if average:
             decay = min(average, (1 + step) / (10 + step))
             get_ema_multi_avg_fn(decay)(averaged, [p.detach() for p in parameters], step)
-        if step == 0 or (step + 1) % 100 == 0:
+        if (step + 1) % 100 == 0:
             bar.set_postfix(loss=f"{_finite_mean(name, losses[-100:], schedule.ranks):.4f}")
     with torch.no_grad():
         for parameter, mean in zip(parameters, averaged, strict=bool(averaged)):
@@ -229,7 +229,5 @@ def _adamw(module: nn.Module, weight_decay: float) -> torch.optim.AdamW:
 def _finite_mean(name: str, losses: Sequence[Tensor], ranks: FitRanks) -> float:
     mean = float(ranks.sum(torch.stack(list(losses)).mean()) / ranks.size)
     if not math.isfinite(mean):
-        first = "That is its first step: give another --refine or --autoencoder"
-        advice = first if len(losses) == 1 else "Lower its learning rate"
-        raise RunError(f"The loss of `{name}` is {mean}. {advice}, or check the recordings.")
+        raise RunError(f"The loss of `{name}` is {mean}. Lower its learning rate, or check the recordings.")
     return mean

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from asyncrl.devices.tensors import to_device
-from asyncrl.fitting.fit_models import LEAST_RANGE, action_percentiles
+from asyncrl.fitting.fit_models import action_statistics
 from asyncrl.fitting.loop import Schedule, minimise, prepared
 from asyncrl.fitting.recording_files import Recordings
 from asyncrl.fitting.settings import Size
 from asyncrl.fitting.world import FrameByFrameFit, Latents, WorldOptions, check_picture_size, window_rows
+from asyncrl.records import Bounds
 from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
-from asyncrl.worlds.opensora.files import ActionRange
+from asyncrl.worlds.opensora.files import ends_on
 from asyncrl.worlds.opensora.stdit3 import CONDITION, STDiT3, STDiT3Config
 from asyncrl.worlds.opensora.world import OpenSoraWorld, normalise, save_world, window_loss
 
@@ -42,8 +43,8 @@ class OpenSoraFit(FrameByFrameFit):
         transformer = replace(transformer, action_dim=recordings.actions.shape[1])
         vae: FrameVaeConfig = getattr(FrameVaeConfig, vae_size)()
         side = check_picture_size(recordings, transformer.patch * vae.spatial)
-        world = OpenSoraWorld(STDiT3(transformer), FrameVae(vae), measured_range(recordings), image_size=side)
-        return cls(world)
+        ends = action_statistics(recordings)
+        return cls(OpenSoraWorld(STDiT3(transformer), FrameVae(vae), ends, image_size=side))
 
     def fit_network(self, recordings: Recordings, schedule: Schedule, options: WorldOptions) -> float:
         """Train the transformer, all but the rates of its positions."""
@@ -63,13 +64,6 @@ class OpenSoraFit(FrameByFrameFit):
         save_world(folder, self.world)
 
 
-def measured_range(recordings: Recordings) -> ActionRange:
-    """Measure the first and 99th percentile of every number of the actions, `LEAST_RANGE` apart at least."""
-    ends = action_percentiles(recordings)
-    middle, half = ends.mean(0), np.maximum(ends[1] - ends[0], LEAST_RANGE) / 2
-    return ActionRange(low=tuple((middle - half).tolist()), high=tuple((middle + half).tolist()))
-
-
 @dataclass(frozen=True, kw_only=True)
 class FrameWindows:
     """Condition and new frames of each decision. Latents and actions belong to frames and are kept once."""
@@ -84,14 +78,14 @@ class FrameWindows:
         return self.latents[rows].transpose(1, 2).contiguous(), self.actions[rows[:, CONDITION:]]
 
 
-def windows(recordings: Recordings, latents: Latents, action_range: ActionRange) -> FrameWindows:
+def windows(recordings: Recordings, latents: Latents, action_range: Bounds) -> FrameWindows:
     """Cut episodes into windows, one behind every frame with eight more behind it."""
     device = latents.all.device
     actions = to_device(recordings.actions, device)
     past = np.arange(CONDITION) - CONDITION  # The first stands in for earlier ones.
     return FrameWindows(
         latents=latents.all,
-        actions=normalise(actions, *action_range.tensors(device)),
+        actions=normalise(actions, *ends_on(action_range, device)),
         rows=to_device(
             window_rows(recordings.offsets, lambda seen: np.maximum(seen[:, None] + past, 0)), device
         ),

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from asyncrl.devices.tensors import require_finite, to_uint8
+from asyncrl.devices.tensors import to_uint8
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.fit_models import LEAST_RANGE, action_percentiles
+from asyncrl.fitting.fit_models import LEAST_RANGE, action_range
 from asyncrl.fitting.loop import ONE_RANK, FitRanks, Schedule, minimise, prepared
 from asyncrl.fitting.recording_files import FrameFile, Recordings
 from asyncrl.fitting.settings import Size
@@ -212,7 +212,6 @@ def redraw(vae: WanVae, latents: Latents, recordings: Recordings) -> FrameFile:
         # As few batches as can be, of equal sizes: the last one is not smaller by far.
         for part in np.array_split(alike, -(-len(alike) // batch)):
             video = decode_stream(vae, torch.stack([latents[e] for e in part]).transpose(1, 2))
-            require_finite("world's autoencoder", pictures=video)
             drawn = to_uint8(video).permute(0, 2, 3, 4, 1).cpu().numpy()
             for episode, stream in zip(part, drawn, strict=True):
                 span = recordings.span(episode)
@@ -277,10 +276,10 @@ class ActionScale:
 
 def measured_scale(recordings: Recordings) -> ActionScale | None:
     """Measure the scale of recorded actions; None for 7 numbers in [-1, 1], taken as they are."""
-    low, high = action_percentiles(recordings)
-    if len(low) == ACTION_DIM and low.min() >= -1.0 and high.max() <= 1.0:
+    low, high = action_range(recordings)
+    if len(low) == ACTION_DIM and max(-low.min(), high.max()) <= 1.0 + LEAST_RANGE:
         return None
-    gain = 2 / np.maximum(high - low, LEAST_RANGE)
+    gain = 2 / (high - low)
     return ActionScale(gain=gain, offset=-gain * (low + high) / 2)
 
 

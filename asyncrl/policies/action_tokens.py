@@ -22,6 +22,7 @@ from torch import Tensor
 
 from asyncrl.devices.tensors import constant_to_device, to_device
 from asyncrl.policies.interface import SamplingParams
+from asyncrl.records import Bounds
 
 BINS: Final = 256  # Action tokens in the vocabulary.
 
@@ -32,22 +33,6 @@ _EPSILON = 1e-8
 
 
 Gripper = Literal["none", "libero", "maniskill"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """Range of numbers in a policy's fine-tuning data (OpenVLA calls this BOUNDS_Q99)."""
-
-    q01: tuple[float, ...]  # First percentile of each, in the environment's units.
-    q99: tuple[float, ...]  # 99th percentile of each, in the environment's units.
-    mask: tuple[bool, ...]  # False: the number is not scaled (the gripper).
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Bounds:
-        """Read one entry of a `dataset_statistics.json`; without a mask, everything is scaled."""
-        mask = fields.get("mask", [True] * len(fields["q01"]))
-        low, high = (tuple(map(float, fields[name])) for name in ("q01", "q99"))
-        return cls(q01=low, q99=high, mask=tuple(map(bool, mask)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,11 +97,12 @@ def _bounds_on(
     )
 
 
-def normalise(values: NDArray[np.floating], stats: Bounds) -> NDArray[np.float32]:
-    """Scale ``[..., Q]`` to float32, clipped to [-1, 1]: ``2 (x - q01) / (q99 - q01 + 1e-8) - 1``."""
+def normalise(values: NDArray[np.floating], stats: Bounds, *, clip: bool = True) -> NDArray[np.float32]:
+    """Scale ``[..., Q]`` to float32 in [-1, 1] if clipped: ``2 (x - q01) / (q99 - q01 + 1e-8) - 1``."""
     low, high = np.array(stats.q01), np.array(stats.q99)
     scaled = 2 * (values - low) / (high - low + _EPSILON) - 1
-    return np.clip(np.where(stats.mask, scaled, values), -1, 1).astype(np.float32)
+    scaled = np.where(stats.mask, scaled, values).astype(np.float32)
+    return np.clip(scaled, -1, 1) if clip else scaled
 
 
 def with_gripper(actions: Tensor, gripper: Gripper) -> Tensor:

@@ -32,7 +32,7 @@ from asyncrl.records import ModelSummary
 from asyncrl.rewards.libero_tasks import GROUPS, LONG, LONG_GROUPS, SUITES, suite_of
 from asyncrl.storage.atomic import read_json, write_json
 from asyncrl.storage.tensor_files import TensorFiles, check_fit, fill, write_tensors
-from asyncrl.storage.untrusted import check_sizes
+from asyncrl.storage.untrusted import Typed, check_types
 
 FORMAT: Final = "asyncrl-reward-1"
 WEIGHTS: Final = "reward.safetensors"
@@ -45,7 +45,7 @@ _STAGES: Final = ("0.0", "2.0.conv1", "3.0.conv1", "4.0.conv1")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardConfig:
+class RewardConfig(Typed):
     """Size and tasks of a reward model."""
 
     widths: tuple[int, int, int, int]
@@ -62,6 +62,7 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tasks", check_instructions(self.tasks, "tasks of the reward model"))
+        super().__post_init__()
 
     @classmethod
     def tiny(cls, tasks: Sequence[str], image_size: int = 64) -> RewardConfig:
@@ -291,15 +292,14 @@ def open_reward(folder: Path, tasks: Collection[str] = ()) -> dict[str, RewardFi
 def _open_own(folder: Path) -> RewardFiles:
     content = read_json(folder / "reward.json")
     try:
-        raw = content["config"]
-        check_sizes(raw)
+        raw, about = content["config"], {"rounded": False} | content
+        check_types(about, {"rounded": bool})
         config = RewardConfig(**{**raw, "widths": tuple(raw["widths"])})
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{folder / 'reward.json'} is incomplete ({error}). Fit the reward model again."
         ) from error
-    rounded = bool(content.get("rounded"))
-    return RewardFiles(weights=TensorFiles(folder / WEIGHTS), config=config, rounded=rounded)
+    return RewardFiles(weights=TensorFiles(folder / WEIGHTS), config=config, rounded=about["rounded"])
 
 
 def _find_groups(folder: Path) -> Path | None:

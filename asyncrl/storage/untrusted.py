@@ -13,11 +13,13 @@ import math
 import os
 import shutil
 import stat
+import typing
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from io import BufferedReader
+from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
 from asyncrl.errors import ConfigError
 
@@ -178,15 +180,6 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield row
 
 
-def check_sizes(model: Mapping[str, Any], most: int = 2**24, most_layers: int = 1024) -> None:
-    """Check the sizes in a model's description, before a layer is made."""
-    for name, value in model.items():
-        for size in value if isinstance(value, list | tuple) else (value,):
-            limit = most_layers if name in ("layers", "res_blocks", "llm_layers", "depth") else most
-            if type(size) is int and not 0 <= size <= limit:
-                raise ValueError(f"{name} is {shortened(size)}, expected a whole number of 0 to {limit}")
-
-
 def check_types(found: Mapping[str, Any], expected: Mapping[str, type | tuple[type, ...]]) -> None:
     """Check the types of an object's values. An int is also a float; a bool is no number."""
     for key, kind in expected.items():
@@ -197,6 +190,34 @@ def check_types(found: Mapping[str, Any], expected: Mapping[str, type | tuple[ty
         if type(found[key]) not in kinds:
             wanted = " or ".join(one.__name__ for one in kinds)
             raise ValueError(f"{key} is {shortened(found[key])}, expected {wanted}")
+
+
+class Typed:
+    """A dataclass read from a file: a ValueError refuses values that its annotations do not allow.
+
+    No text, bool or 7.0 is an int; floats are finite in 32 bits, sizes at most 2**24 and layers at most 1024.
+    """
+
+    def __post_init__(self) -> None:
+        for name, hint in typing.get_type_hints(type(self)).items():
+            most = 1024 if name in ("layers", "res_blocks", "llm_layers", "depth") else 2**24
+            if not _allows(hint, found := getattr(self, name), most):
+                wanted = hint.__name__ if isinstance(hint, type) else str(hint).removeprefix("typing.")
+                wanted += f" of 0 to {most}" if hint is int else ""
+                raise ValueError(f"{name} is {shortened(found)}, expected {wanted}")
+
+
+def _allows(hint: Any, found: Any, most: int) -> bool:
+    kind, inner = typing.get_origin(hint), typing.get_args(hint)
+    if kind is Literal:
+        return found in inner
+    if kind is tuple and isinstance(found, tuple):
+        hints = inner[:1] * len(found) if Ellipsis in inner else inner
+        return len(found) == len(hints) and all(map(_allows, hints, found, repeat(most)))
+    if hint in (int, float):
+        number = type(found) is int or (hint is float and type(found) is float)
+        return number and (0 <= found <= most if hint is int else abs(found) < 2**127)
+    return isinstance(found, hint) if hint in (str, bool) else kind is not tuple
 
 
 def shortened(value: object) -> str:

@@ -28,7 +28,7 @@ from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.records import ACTION_DIM, ActionSpec, ModelSummary, SlotBytes
 from asyncrl.storage.atomic import copy_others, read_json, replacing, write_json
 from asyncrl.storage.tensor_files import INDEX, TensorFiles, check_fit, fill, header_names
-from asyncrl.storage.untrusted import check_sizes, check_types
+from asyncrl.storage.untrusted import check_types
 from asyncrl.worlds.interface import State
 from asyncrl.worlds.slots import imagine_full
 
@@ -367,7 +367,6 @@ def read_about(folder: Path, kind: str, *, published: bool) -> dict[str, Any]:
         )
     try:
         check_types(content, {"version": int, "image_size": int, "schedule_steps": int})
-        check_sizes(content)
         for name, most in (("image_size", 2**14), ("schedule_steps", 10_000)):
             if not 1 <= content[name] <= most:
                 raise ValueError(f"{name} is {content[name]}, expected 1 to {most}")

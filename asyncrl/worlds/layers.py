@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from asyncrl.storage.untrusted import Typed
+
 
 @dataclass(frozen=True, kw_only=True)
-class FrameVaeConfig:
+class FrameVaeConfig(Typed):
     """Size of a frame autoencoder, and the scale of its latents."""
 
     widths: tuple[int, ...]
@@ -35,6 +37,7 @@ class FrameVaeConfig:
     """Latents are the encoder's means times this."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         levels, groups = len(self.widths), self.groups
         if not 1 <= levels <= 8 or not 1 <= self.layers_per_block <= 16 or min(self.channels, groups) < 1:
             raise ValueError(f"{self} has a size that is no size")

@@ -29,8 +29,9 @@ from asyncrl.fitting.evac import (
     pose_loss,
     prepare_poses,
 )
+from asyncrl.fitting.fit_models import action_statistics
 from asyncrl.fitting.loop import BatchSource, Schedule
-from asyncrl.fitting.opensora import OpenSoraFit, measured_range
+from asyncrl.fitting.opensora import OpenSoraFit
 from asyncrl.fitting.recording_files import Recordings
 from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.starts import first_states
@@ -149,7 +150,7 @@ def test_windows_of_opensora_are_the_last_four_frames_and_the_next_eight(
     assert cut.rows.tolist() == expected
     assert len(cut.rows) == 4 + 1 + 0 + 12
     latents, actions = cut.take(torch.tensor([0, 7, 16]))
-    low, high = np.array(world.action_range.low), np.array(world.action_range.high)
+    low, high = np.array(world.action_range.q01), np.array(world.action_range.q99)
     for window, number in enumerate((0, 7, 16)):
         rows = expected[number]
         for frame in range(12):
@@ -256,12 +257,12 @@ def test_the_range_of_the_actions_leaves_first_rows_out_and_is_never_empty() -> 
     actions[[0, 10, 20]] = 50.0
     actions[:, 4] = 0.25
     made = recordings_of([10, 10, 10], actions=actions)
-    found = measured_range(made)
+    found = action_statistics(made)
     carried_out = np.delete(actions, [0, 10, 20], axis=0)
     for number in (0, 1, 2, 3, 5, 6):
         ends = np.quantile(carried_out[:, number].astype(np.float64), [0.01, 0.99])
-        assert (found.low[number], found.high[number]) == pytest.approx(tuple(ends))
-    assert (found.low[4], found.high[4]) == pytest.approx((0.2495, 0.2505))
+        assert (found.q01[number], found.q99[number]) == pytest.approx(tuple(ends))
+    assert (found.q01[4], found.q99[4]) == pytest.approx((0.2495, 0.2505))
 
 
 def test_motions_are_measured_between_frames_of_an_episode(recordings: Recordings) -> None:

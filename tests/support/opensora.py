@@ -9,9 +9,10 @@ import torch
 from diffusers import AutoencoderKL
 from safetensors.torch import save_file
 
+from asyncrl.records import Bounds
 from asyncrl.storage.tensor_files import Spec, write_folder
 from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
-from asyncrl.worlds.opensora.files import ActionRange
+from asyncrl.worlds.opensora.files import write_action_range
 from asyncrl.worlds.opensora.stdit3 import STDiT3, STDiT3Config
 from asyncrl.worlds.opensora.world import OpenSoraWorld
 
@@ -22,7 +23,8 @@ UNUSED_NAMES = (
 )
 """Some tensors of text and frame rate, which are in published files and in no computation."""
 NANO_VAE = FrameVaeConfig(widths=(4, 4, 8, 8), layers_per_block=1, groups=2)
-RANGE = ActionRange(low=(-0.5, -0.6, -0.7, -0.2, -0.3, -0.4, 0.0), high=(0.6, 0.7, 0.8, 0.1, 0.2, 0.3, 1.0))
+LOW, HIGH = (-0.5, -0.6, -0.7, -0.2, -0.3, -0.4, 0.0), (0.6, 0.7, 0.8, 0.1, 0.2, 0.3, 1.0)
+RANGE = Bounds(q01=LOW, q99=HIGH, mask=(True,) * 7)
 
 
 def nano_transformer(size: STDiT3Config = NANO) -> STDiT3:
@@ -85,4 +87,4 @@ def export_opensora(folder: Path, world: OpenSoraWorld, *, shard_bytes: int | No
     (inside / "config.json").write_text(json.dumps(described))
     weights = {name: tensor.contiguous() for name, tensor in world.vae.state_dict().items()}
     save_file(weights, inside / "diffusion_pytorch_model.safetensors")
-    world.action_range.write(folder)
+    write_action_range(folder, world.action_range)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal
 
 import torch
 
 from asyncrl.errors import ConfigError
-from asyncrl.policies.action_tokens import BINS, Bounds, Gripper, NormStats
-from asyncrl.records import CHUNK
-from asyncrl.storage.untrusted import check_sizes
+from asyncrl.policies.action_tokens import BINS, Gripper, NormStats
+from asyncrl.records import CHUNK, Bounds
+from asyncrl.storage.untrusted import Typed
 
 Passes = Literal["acting", "checkpointed", "kept"]
 PROMPT: Final = 35  # Tokens of a prompt of LIBERO.
@@ -22,7 +22,7 @@ _ACTING, _KEPT, _WORKING = (8, 3), (7, 3), (14, 6)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TowerConfig:
+class TowerConfig(Typed):
     """Size of one vision transformer."""
 
     width: int  # Features per patch.
@@ -32,7 +32,7 @@ class TowerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenVLAOFTConfig:
+class OpenVLAOFTConfig(Typed):
     """Sizes of the policy and the meaning of its tokens; the entry `asyncrl` of its `config.json`."""
 
     image_size: int
@@ -80,7 +80,12 @@ class OpenVLAOFTConfig:
     """Compute dtype. Logits, log-probs and values are float32 always."""
 
     def __post_init__(self) -> None:
-        if problem := next(_problems(self), ""):
+        try:
+            super().__post_init__()
+            problem = next(_problems(self), "")
+        except ValueError as error:
+            problem = str(error)
+        if problem:
             raise ConfigError(f"The policy's configuration cannot work: {problem}. Correct config.json.")
 
     @classmethod
@@ -174,8 +179,6 @@ class OpenVLAOFTConfig:
         """Inverse of `to_json`."""
         values = dict(fields)
         try:
-            for sizes in (values, values["dino"], values["siglip"]):
-                check_sizes(sizes)
             values["dino"], values["siglip"] = TowerConfig(**values["dino"]), TowerConfig(**values["siglip"])
             values["value_hidden"] = tuple(values["value_hidden"])
             values["norm_stats"] = {k: NormStats.from_json(v) for k, v in values["norm_stats"].items()}
@@ -209,21 +212,16 @@ def _problems(config: OpenVLAOFTConfig) -> Iterator[str]:
             "chunk, action_dim and images must be at least 1 and proprio_dim at least 0, but they are "
             f"{config.chunk}, {config.action_dim}, {config.images} and {config.proprio_dim}"
         )
-    for name, hint in get_type_hints(OpenVLAOFTConfig).items():
-        if get_origin(hint) is Literal and getattr(config, name) not in get_args(hint):
-            yield f"{name} is {getattr(config, name)!r} ({', '.join(get_args(hint))})"
     if config.causal and config.stop_token:
         yield "decoding is autoregressive, which has no slots to put a stop token behind (stop_token)"
     if not config.norm_key:
         return
     if config.norm_key not in config.norm_stats:
         yield f"norm_key {config.norm_key!r} is not among its statistics: {sorted(config.norm_stats)}"
-    elif len(config.norm_stats[config.norm_key].q01) != config.action_dim:
-        yield f"the statistics of {config.norm_key!r} do not have {config.action_dim} numbers"
+    elif problem := config.norm_stats[config.norm_key].problem(config.action_dim):
+        yield f"the statistics of {config.norm_key!r} {problem}"
     elif config.proprio_dim:
         bounds = config.proprio_bounds
-        if bounds is None or len(bounds.q01) != config.proprio_dim:
-            yield (
-                f"proprio_dim is {config.proprio_dim}, but the statistics of {config.norm_key!r} have none, "
-                "or other numbers of proprioception"
-            )
+        problem = "have none" if bounds is None else bounds.problem(config.proprio_dim)
+        if problem:
+            yield f"proprio_dim is {config.proprio_dim}, but of proprioception the statistics {problem}"

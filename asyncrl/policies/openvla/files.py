@@ -30,6 +30,7 @@ from asyncrl.policies.openvla.networks import native_shapes
 from asyncrl.policies.openvla.preprocess import PromptTokenizer
 from asyncrl.storage.atomic import read_json, replacing, write_json
 from asyncrl.storage.tensor_files import SHARD_BYTES, Spec, TensorFiles, write_folder
+from asyncrl.storage.untrusted import Typed, shortened
 
 MODEL_TYPE: Final = "openvla"
 SECTION: Final = "asyncrl"  # Entry of config.json: the fields of `OpenVLAOFTConfig`, statistics excepted.
@@ -46,7 +47,7 @@ _REFUSED: Final = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublishedOptions:
+class PublishedOptions(Typed):
     """Conventions that a published folder may lack; "folder", 0 and "" read them from the folder."""
 
     norm_key: str = ""
@@ -74,7 +75,10 @@ class PublishedOptions:
             raise ConfigError(
                 f"--policy-settings has {unknown[0]!r}, but a policy folder takes: {', '.join(known)}."
             )
-        return cls(**settings)
+        try:
+            return cls(**settings)
+        except ValueError as error:
+            raise ConfigError(f"--policy-settings: {error}. Correct it, or leave it out.") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,10 +203,10 @@ def _config(
     saved = original.fields.get(SECTION)
     section = saved if isinstance(saved, dict) else {}
     stats = _action_stats(folder, original.statistics)
-    wanted = options.norm_key or section.get("norm_key", "")
+    wanted = options.norm_key or str(section.get("norm_key", ""))
     key = "" if section and not (stats or options.norm_key) else _statistics_key(folder, stats, wanted)
     changes: dict[str, Any] = {"norm_key": key, "norm_stats": stats}
-    changes |= {"action_dim": len(stats[key].q01)} if key else {}
+    changes |= {"action_dim": len(stats[key].q01)} if key and not section else {}
     if options.convention != "folder":
         stop = options.convention == "oft" and options.decoding != "autoregressive"
         changes |= {"stop_token": stop, "image_pipeline": options.convention}
@@ -241,9 +245,14 @@ def _critic(files: TensorFiles, config: OpenVLAOFTConfig, wanted: bool) -> dict[
 
 def read_statistics(folder: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Read the action statistics of config.json, overridden by those of `dataset_statistics.json`."""
-    statistics: dict[str, Any] = dict(fields.get("norm_stats") or {})
+    statistics = fields.get("norm_stats") or {}
+    if not isinstance(statistics, dict):
+        raise CheckpointError(
+            f"{folder / 'config.json'}: norm_stats is {shortened(statistics)}, expected an object. Copy it "
+            "again."
+        )
     if (folder / STATISTICS).exists():
-        statistics |= read_json(folder / STATISTICS)
+        statistics = statistics | read_json(folder / STATISTICS)
     return {key: value for key, value in statistics.items() if isinstance(value, dict) and "action" in value}
 
 
@@ -252,7 +261,7 @@ def _action_stats(folder: Path, statistics: Mapping[str, Any]) -> dict[str, Norm
         return {key: NormStats.from_published(entry) for key, entry in statistics.items()}
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"The action statistics in {folder} lack or spoil {error}: tokens cannot become actions. "
+            f"The action statistics in {folder} cannot be used ({error}): tokens cannot become actions. "
             f"Copy config.json and {STATISTICS} again."
         ) from error
 

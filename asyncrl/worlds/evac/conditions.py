@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from asyncrl.records import CHUNK, POSE_DIM, SlotBytes
+from asyncrl.storage.untrusted import Typed
 from asyncrl.worlds.evac.poses import Camera, MapDrawer, Motions, MotionStatistics, PoseModel
 from asyncrl.worlds.evac.unet import EvacUNet, UNetConfig
 from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
@@ -40,7 +41,7 @@ _STD: Final = (0.26862954, 0.26130258, 0.27577711)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageEncoderConfig:
+class ImageEncoderConfig(Typed):
     """Size of a vision transformer."""
 
     width: int
@@ -103,7 +104,7 @@ class ImageEncoder(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResamplerConfig:
+class ResamplerConfig(Typed):
     """Size of a resampler."""
 
     inputs: int
@@ -170,7 +171,7 @@ class Resampler(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvacConfig:
+class EvacConfig(Typed):
     """Sizes and conventions of an EVAC world."""
 
     image_size: int  # Height and width of the frames in pixels.
@@ -188,6 +189,7 @@ class EvacConfig:
     schedule_steps: int = 50  # Network calls per decision.
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         unet, encoder = self.unet, self.image_encoder
         whole = {
             "channels of the network": (unet.channels, unet.groups),

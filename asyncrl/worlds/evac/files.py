@@ -22,7 +22,6 @@ from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import CheckpointError
 from asyncrl.records import ACTION_DIM, CHUNK, POSE_DIM, SlotBytes
 from asyncrl.storage.tensor_files import TensorFiles, check_shapes, write_tensors
-from asyncrl.storage.untrusted import check_sizes
 from asyncrl.worlds.evac import conditions
 from asyncrl.worlds.evac.conditions import EvacConfig, EvacNetworks
 from asyncrl.worlds.evac.ddim import EvacOptions
@@ -371,7 +370,6 @@ def read_config(shapes: Mapping[str, torch.Size], about: Mapping[str, Any]) -> E
 
 
 def _as_tuples(facts: Mapping[str, Any]) -> dict[str, Any]:
-    check_sizes(facts)
     return {key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()}
 
 

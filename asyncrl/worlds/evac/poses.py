@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.records import ACTION_DIM, POSE_DIM
+from asyncrl.storage.untrusted import Typed
 
 ARMS: Final = 2
 MOTION_DIM: Final = 14  # Per arm: motion in x, y, z, turn in roll, pitch, yaw, and gripper.
@@ -35,7 +36,7 @@ _STD: Final = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class MotionStatistics:
+class MotionStatistics(Typed):
     """Normalisation of motions: ``(motion - stride * mean) / (stride * std)``."""
 
     mean: tuple[float, ...] = _MEAN
@@ -43,6 +44,11 @@ class MotionStatistics:
     std: tuple[float, ...] = _STD
     stride: int = 3
     """Recorded frames between two frames that the network sees."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not len(self.mean) == len(self.std) == len(_STD) or min(*self.std, self.stride) <= 0:
+            raise ValueError("motions need 12 means, 12 deviations above 0 and a stride above 0")
 
 
 class PoseModel(nn.Module):
@@ -135,7 +141,7 @@ _REDS: Final = "fff5f0 fee0d2 fcbba1 fc9272 fb6a4a ef3b2c cb181d a50f15 67000d"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Camera:
+class Camera(Typed):
     """A fixed camera without distortion that looks along its z axis, x to the right and y down."""
 
     focal: float = 64.0
@@ -154,11 +160,9 @@ class Camera:
     """From the pose's origin to the drawn hand, along the hand's z axis, in metres."""
 
     def __post_init__(self) -> None:
-        numbers = (self.focal, self.centre, *self.position, *self.quaternion, self.reach)
-        if not all(map(math.isfinite, numbers)) or abs(math.hypot(*self.quaternion) - 1) > _UNIT:
-            raise ValueError("a camera needs finite numbers and a quaternion of length 1")
-        if min(self.focal, self.size) <= 0 or len(self.position) != 3 or len(self.quaternion) != 4:
-            raise ValueError("a camera needs a positive focal length and size, 3 and 4 numbers of its pose")
+        super().__post_init__()
+        if abs(math.hypot(*self.quaternion) - 1) > _UNIT or min(self.focal, self.size) <= 0:
+            raise ValueError("a camera needs a quaternion of length 1 and a positive focal length and size")
 
 
 class MapDrawer(nn.Module):

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from asyncrl.storage.untrusted import Typed
 from asyncrl.worlds.layers import attend_few
 
 _EPS: Final = 1e-6  # of the group norms in front of transformers; those of residual blocks have 1e-5
@@ -31,7 +32,7 @@ FEW: Final = 16  # tokens up to which products are faster than a fused attention
 
 
 @dataclass(frozen=True, kw_only=True)
-class UNetConfig:
+class UNetConfig(Typed):
     """Size of EVAC's network."""
 
     channels: int  # Of the first level; a multiple of `groups` and of `head_dim`.

@@ -7,7 +7,6 @@ index), the autoencoder in ``vae/`` and ``dataset_statistics.json``. Sizes are r
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,10 +21,9 @@ from torch import Tensor
 from asyncrl.config.sections import ImaginationSettings
 from asyncrl.devices.tensors import constant_to_device
 from asyncrl.errors import CheckpointError
-from asyncrl.records import ACTION_DIM, CHUNK, SlotBytes
+from asyncrl.records import ACTION_DIM, CHUNK, Bounds, SlotBytes
 from asyncrl.storage.atomic import read_json, write_json
 from asyncrl.storage.tensor_files import TensorFiles, header_names
-from asyncrl.storage.untrusted import check_sizes, shortened
 from asyncrl.worlds.files import (
     AS_SAVED,
     NO_SETTINGS,
@@ -68,21 +66,10 @@ FRAMES_AT_ONCE: Final = 16  # Frames that the autoencoder takes at a time.
 _DRAWING: Final = 4  # Largest tensors of the decoder alive at the same time.
 
 
-@dataclass(frozen=True, kw_only=True)
-class ActionRange:
-    """The numbers of an action that become -1 and 1: 1st and 99th percentile; nothing is clipped."""
-
-    low: tuple[float, ...]  # A numbers in the policy's units: q01.
-    high: tuple[float, ...]  # A numbers, each above that of `low`: q99.
-
-    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return `low` and `high` ``[A]`` float32 on `device`."""
-        low, high = (constant_to_device(np.array(ends, np.float32), device) for ends in (self.low, self.high))
-        return low, high
-
-    def write(self, folder: Path) -> None:
-        """Write ``dataset_statistics.json`` into an existing folder."""
-        write_json(folder / STATISTICS, {"action": {"q01": list(self.low), "q99": list(self.high)}})
+def ends_on(bounds: Bounds, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the numbers of an action that become -1 and 1, ``[A]`` float32 each; nothing is clipped."""
+    low, high = (constant_to_device(np.array(ends, np.float32), device) for ends in (bounds.q01, bounds.q99))
+    return low, high
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +81,7 @@ class OpenSoraFiles(LatentWorldFolder):
     EXACT_WEIGHTS = frozenset({"rope.freqs"})
     FLOAT8 = ("spatial_blocks", "temporal_blocks")
 
-    action_range: ActionRange
+    action_range: Bounds
 
     def slot_bytes(self, decisions: int = 0) -> SlotBytes:
         """See `WorldFolder.slot_bytes`."""
@@ -210,7 +197,6 @@ def recognise_vae(folder: Path, about: Mapping[str, Any]) -> tuple[TensorFiles, 
     files = TensorFiles(_vae_file(inside)).renamed(_today)
     content = read_json(inside / "config.json", "Download it again.")
     try:
-        check_sizes(content)
         size = FrameVaeConfig(
             widths=tuple(content["block_out_channels"]),
             layers_per_block=content["layers_per_block"],
@@ -244,23 +230,28 @@ def _today(name: str) -> str:
     return f"{match[1]}.{_OLD_ATTENTION[match[2]]}.{match[3]}" if match else name
 
 
-def read_action_range(folder: Path, numbers: int = ACTION_DIM) -> ActionRange:
+def read_action_range(folder: Path, numbers: int = ACTION_DIM) -> Bounds:
     """Read ``dataset_statistics.json``: ``action`` at its top, or in its only data set."""
     path = folder / STATISTICS
     content = read_json(path, _PUBLISHED)
     data_sets = [content] if "action" in content else list(content.values())
     try:
         (entry,) = (entry for entry in data_sets if "action" in entry)
-        low, high = (tuple(map(float, entry["action"][key])) for key in ("q01", "q99"))
-        ranges = list(zip(low, high, strict=True))
-        if len(ranges) != numbers or not all(-math.inf < first < last < math.inf for first, last in ranges):
-            raise ValueError(f"{shortened(entry['action'])}")
+        bounds = Bounds.from_json(entry["action"])
+        bounds = replace(bounds, mask=(True,) * len(bounds.mask))  # A world scales the gripper too.
+        if problem := bounds.problem(numbers):
+            raise ValueError(f"they {problem}")
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path} should hold one data set with q01 and q99 of an action, {numbers} finite numbers each, "
-            f"q01 below q99; it does not ({error!r}). {_PUBLISHED}"
+            f"q01 below q99; it does not ({error}). {_PUBLISHED}"
         ) from error
-    return ActionRange(low=low, high=high)
+    return bounds
+
+
+def write_action_range(folder: Path, bounds: Bounds) -> None:
+    """Write ``dataset_statistics.json`` into an existing folder."""
+    write_json(folder / STATISTICS, {"action": {"q01": list(bounds.q01), "q99": list(bounds.q99)}})
 
 
 def write_vae_config(folder: Path, size: FrameVaeConfig) -> None:

@@ -25,6 +25,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.records import ACTION_DIM
+from asyncrl.storage.untrusted import Typed
 from asyncrl.worlds.layers import attend_few, sinusoid
 
 CONDITION: Final = 4
@@ -35,7 +36,7 @@ UNUSED: Final = ("cross_attn.", "y_embedder.", "fps_embedder.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class STDiT3Config:
+class STDiT3Config(Typed):
     """Size of an action-conditioned STDiT3."""
 
     depth: int
@@ -54,6 +55,7 @@ class STDiT3Config:
     action_dim: int = ACTION_DIM
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         sizes = (self.depth, self.width, self.heads, self.channels, self.patch, self.mlp_ratio)
         if min(*sizes, self.action_dim) < 1 or self.freq_dim < 2 or self.freq_dim % 2:
             raise ValueError(f"{self} has a size that is no size")

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from asyncrl.devices.streams import CudaGraphed
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
-from asyncrl.records import CHUNK, ActionSpec, StartState
+from asyncrl.records import CHUNK, ActionSpec, Bounds, StartState
 from asyncrl.storage.tensor_files import write_tensors
 from asyncrl.worlds.files import FolderWorld, write_about
 from asyncrl.worlds.layers import FrameVae
@@ -37,9 +37,10 @@ from asyncrl.worlds.opensora.files import (
     TRANSFORMER,
     VAE,
     VAE_FILE,
-    ActionRange,
     OpenSoraFiles,
+    ends_on,
     open_world,
+    write_action_range,
     write_vae_config,
 )
 from asyncrl.worlds.opensora.stdit3 import CONDITION, CONDITION_TIME, STDiT3
@@ -65,7 +66,7 @@ class OpenSoraWorld(FolderWorld):
         self,
         transformer: STDiT3,
         vae: FrameVae,
-        action_range: ActionRange,
+        action_range: Bounds,
         *,
         image_size: int,
         schedule_steps: int = STEPS,
@@ -109,7 +110,7 @@ class OpenSoraWorld(FolderWorld):
     def to(self, device: torch.device | str) -> Self:
         """Move the weights to `device` and return this world."""
         super().to(device)
-        self._low_A, self._high_A = self.action_range.tensors(self.device)
+        self._low_A, self._high_A = ends_on(self.action_range, self.device)
         return self
 
     def compile(self, rows: int) -> OpenSoraWorld:
@@ -226,6 +227,6 @@ def save_world(folder: Path, world: OpenSoraWorld) -> None:
     write_tensors(folder / TRANSFORMER, world.transformer.state_dict())
     write_tensors(folder / VAE / VAE_FILE, world.vae.state_dict())
     write_vae_config(folder, world.vae.size)
-    world.action_range.write(folder)
+    write_action_range(folder, world.action_range)
     facts = {"image_size": world.image_size, "schedule_steps": world.schedule_steps}
     write_about(folder, KIND, version=world.version, **facts)

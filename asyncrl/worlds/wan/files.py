@@ -228,7 +228,7 @@ def recognise_transformer(files: TensorFiles, about: Mapping[str, Any]) -> Trans
         )
     shape = partial(shape_of, files, "Wan model")
     width, channels, _, patch, _ = shape("patch_embedding.weight", 5)
-    head_dim = int(about["head_dim"]) if about else HEAD_DIM
+    head_dim = about["head_dim"] if about else HEAD_DIM
     if head_dim < 1 or width % head_dim:
         raise CheckpointError(f"{files.label} is {width} channels wide, with heads of {head_dim}.")
     return TransformerConfig(
@@ -239,7 +239,7 @@ def recognise_transformer(files: TensorFiles, about: Mapping[str, Any]) -> Trans
         channels=channels,
         patch=patch,
         freq_dim=shape("condition_embedder.time_embedder.linear_1.weight", 2)[1],
-        round_timestep=bool(about["round_timestep"]) if about else True,
+        round_timestep=about["round_timestep"] if about else True,
         action_dim=numbers,
     )
 
@@ -250,9 +250,9 @@ def recognise_vae(files: TensorFiles, about: Mapping[str, Any]) -> VaeConfig:
     z_dim = shape("post_quant_conv.weight", 5)[0]
     mean, std = published.latents_mean, published.latents_std
     if about:
-        mean, std = (tuple(map(float, about[name])) for name in ("latents_mean", "latents_std"))
-        if not len(mean) == len(std) == z_dim:
-            raise ValueError(f"latents_mean and latents_std need {z_dim} numbers each")
+        mean, std = (tuple(about[name]) for name in ("latents_mean", "latents_std"))
+        if not len(mean) == len(std) == z_dim or min(std) <= 0:
+            raise ValueError(f"latents_mean and latents_std need {z_dim} numbers each, the latter above 0")
     elif z_dim != published.z_dim:
         raise CheckpointError(
             f"{files.label} has {z_dim} latent channels; Wan 2.2 has {published.z_dim}, and the statistics "

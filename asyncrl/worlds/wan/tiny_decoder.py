@@ -25,6 +25,7 @@ from torch.nn import functional
 from asyncrl.errors import CheckpointError
 from asyncrl.storage.atomic import read_json, write_json
 from asyncrl.storage.tensor_files import TensorFiles, fill, write_tensors
+from asyncrl.storage.untrusted import Typed
 from asyncrl.worlds.wan.vae import FRAMES_PER_LATENT, use_channels_last
 
 FORMAT: Final = "asyncrl-tiny-decoder-1"
@@ -37,7 +38,7 @@ Memory = list[Tensor]  # One [B, ., ., K] tensor per memory block, in the order 
 
 
 @dataclass(frozen=True, kw_only=True)
-class TinyDecoderConfig:
+class TinyDecoderConfig(Typed):
     """Size of a tiny decoder. It has no fixed image size: it draws 16 pixels per latent pixel."""
 
     z_dim: int
@@ -186,9 +187,9 @@ def load_decoder(
             f"asyncrl fit decoder --world {folder}."
         )
     try:
-        lists = {name: tuple(map(int, content["config"][name])) for name in ("widths", "blocks")}
+        lists = {name: tuple(content["config"][name]) for name in ("widths", "blocks")}
         config = TinyDecoderConfig(**content["config"] | lists)
-        statistics = [[float(n) for n in content[name]] for name in ("latents_mean", "latents_std")]
+        statistics = [content[name] for name in ("latents_mean", "latents_std")]
         with torch.device("meta"):
             decoder = TinyDecoder(config)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:

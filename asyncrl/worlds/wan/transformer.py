@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.records import ACTION_DIM
+from asyncrl.storage.untrusted import Typed
 from asyncrl.worlds.files import renamed
 from asyncrl.worlds.layers import sinusoid
 from asyncrl.worlds.wan.vae import FRAMES_PER_LATENT
@@ -88,7 +89,7 @@ def rotate(x_BSHE: Tensor, rotary: Rotary) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerConfig:
+class TransformerConfig(Typed):
     """Size of an action-conditioned Wan transformer."""
 
     heads: int

@@ -21,6 +21,8 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan, p
 from torch import Tensor, nn
 from torch.nn import functional
 
+from asyncrl.storage.untrusted import Typed
+
 SPATIAL: Final = 16  # Pixels per latent pixel.
 FRAMES_PER_LATENT: Final = 4  # Video frames of a latent frame; the first latent frame of a video has one.
 CACHED_FRAMES: Final = 2  # Frames of its input that a causal convolution needs from before.
@@ -46,7 +48,7 @@ _FULL_STD: Final = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class VaeConfig:
+class VaeConfig(Typed):
     """Size and latent statistics of a Wan 2.2 autoencoder."""
 
     base_dim: int

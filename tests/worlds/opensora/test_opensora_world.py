@@ -38,7 +38,7 @@ def test_imagined_frames_follow_the_written_recipe(world: OpenSoraWorld) -> None
     memory = 0.13025 * library.encode(pixels).latent_dist.mean[:, :, None].repeat(1, 1, 4, 1, 1)
     state = world.start([start])
     torch.testing.assert_close(state.latents, memory, atol=1e-5, rtol=1e-5)
-    low, high = torch.tensor(RANGE.low), torch.tensor(RANGE.high)
+    low, high = torch.tensor(RANGE.q01), torch.tensor(RANGE.q99)
     for decision in range(3):
         actions = some_actions(1, decision)
         scaled = 2 * (actions - low) / (high - low) - 1
