@@ -7,9 +7,9 @@
 The first `--learner-ranks` devices learn, the others act; an actor may share a learner's GPU. Real publisher,
 real receivers in processes of their own, names and shapes of OpenVLA-OFT, float32 masters. "publish" is the
 time from the call of `publish` until the receipts of all actors are there, with nothing else on the GPUs;
-its stages follow. Stalls: learner and actors multiply matrices and wait for each step of about 10 ms, once
-without versions and once with one per `--every` seconds; what a version takes is the time by which the second
-loop is slower. The shares are at one version per `--every` seconds.
+"broadcast" the part of it from the announcement on. Stalls: learner and actors multiply matrices and wait for
+each step of about 10 ms, once without versions and once with one per `--every` seconds; what a version takes
+is the time by which the second loop is slower. The shares are at one version per `--every` seconds.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from weights_parties import (
 )
 
 from asyncrl.messaging.sockets import private_folder
-from asyncrl.weights.publisher import STAGES, BroadcastPublisher
+from asyncrl.weights.publisher import BroadcastPublisher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +77,8 @@ class Figures:
     publish_max: float
     ratio: float
     """Median publish / raw."""
-    stages: dict[str, float]
-    """Medians."""
+    broadcast: float
+    """Median from the announcement to the last receipt."""
     swap: float
     """Median until the device is done."""
     publish_call: float
@@ -212,8 +212,8 @@ class Channel:
             torch.cuda.empty_cache()
 
 
-def quiet_rounds(channel: Channel) -> tuple[list[float], dict[str, float], float]:
-    totals, stages, swaps = list[float](), {stage: list[float]() for stage in STAGES}, list[float]()
+def quiet_rounds(channel: Channel) -> tuple[list[float], float, float]:
+    totals, broadcasts, swaps = list[float](), list[float](), list[float]()
     for _ in range(channel.processes.settings.rounds):
         if channel.device.type == "cuda":
             torch.cuda.synchronize(channel.device)
@@ -222,12 +222,11 @@ def quiet_rounds(channel: Channel) -> tuple[list[float], dict[str, float], float
         channel.publish()
         channel.await_all()
         totals.append(time.monotonic() - began)
-        for stage in STAGES:
-            stages[stage].append(channel.publisher.sent.stages[stage])
+        broadcasts.append(1e3 * channel.publisher.sent.seconds)
         for version, took in channel.processes.order("swap"):
             assert version == channel.version, f"an actor holds version {version} of {channel.version}"
             swaps.append(took)
-    return totals, {s: 1e3 * statistics.median(v) for s, v in stages.items()}, statistics.median(swaps)
+    return totals, statistics.median(broadcasts), statistics.median(swaps)
 
 
 def busy(channel: Channel, work: Work, every: float) -> tuple[Paces, list[Paces], list[float]]:
@@ -248,7 +247,7 @@ def per_version(calm: Paces, with_versions: Paces, versions: int) -> float:
 
 def measure(processes: ChildProcesses, kind: Kind, shapes: Shapes, dtype: torch.dtype, raw: float) -> Figures:
     settings, channel = processes.settings, Channel(processes, shapes, dtype)
-    totals, stages, swap = quiet_rounds(channel)
+    totals, broadcast, swap = quiet_rounds(channel)
     work = Work(channel.device)
     work.run(min(1.0, settings.seconds))
     calm, calm_actors, _ = busy(channel, work, 0.0)
@@ -265,7 +264,7 @@ def measure(processes: ChildProcesses, kind: Kind, shapes: Shapes, dtype: torch.
         publish_median=1e3 * statistics.median(totals),
         publish_max=1e3 * max(totals),
         ratio=statistics.median(totals) / raw,
-        stages=stages,
+        broadcast=broadcast,
         swap=swap,
         publish_call=1e3 * max(calls, default=0.0),
         learner_step=1e3 * calm.mean,
@@ -286,7 +285,7 @@ def report(found: Sequence[Figures], settings: Settings) -> None:
     print("\n| ms, unless it says otherwise |" + "".join(f" {f.kind} |" for f in found))
     print("|---" * (1 + len(found)) + "|")
     for name in asdict(found[0]):
-        if name in ("kind", "stages"):
+        if name == "kind":
             continue
         values = [getattr(f, name) for f in found]
         if name.endswith("share"):
@@ -294,9 +293,6 @@ def report(found: Sequence[Figures], settings: Settings) -> None:
         else:
             cells = [v if isinstance(v, str) else f"{v:.4g}" for v in values]
         print(f"| {name.replace('_', ' ')} | " + " | ".join(cells) + " |")
-        if name == "ratio":
-            for stage in STAGES:
-                print(f"| - {stage} | " + " | ".join(f"{f.stages[stage]:.3g}" for f in found) + " |")
 
 
 def main() -> None:

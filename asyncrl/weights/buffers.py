@@ -28,7 +28,6 @@ class PackedVersion:
     version: int
     buffer_index: int
     packed: torch.cuda.Event | None  # End of the copies into the buffers; None on the CPU
-    began: float  # Start of pack, in seconds of time.monotonic
 
     @property
     def complete(self) -> bool:
@@ -55,7 +54,7 @@ class DoubleBuffer:
 
     def pack(self, source: WeightSource, version: int) -> None:
         """Let the source write into the free set; on CUDA in stream order, without waiting for the copies."""
-        began, manifest, event = time.monotonic(), source.manifest, None
+        manifest, event = source.manifest, None
         with self._lock:
             if version <= self.newest:
                 raise stale_version(version, self.newest)
@@ -74,7 +73,7 @@ class DoubleBuffer:
                 event = torch.cuda.Event()
                 event.record()
         with self._lock:
-            self._pending = PackedVersion(version=version, buffer_index=index, packed=event, began=began)
+            self._pending = PackedVersion(version=version, buffer_index=index, packed=event)
             self.newest = version
 
     def promote(self) -> PackedVersion | None:

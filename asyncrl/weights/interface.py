@@ -28,12 +28,9 @@ from asyncrl.registry import resolve
 from asyncrl.weights import packing
 from asyncrl.weights.packing import Buffers, Manifest
 
-ABORT_SECONDS = 10.0
-"""Longest wait for an aborted link; NCCL needs about half a second."""
-POLL_SECONDS = 0.02
-"""Seconds between two checks of a bounded action."""
-PULL: Final = "pull"
-"""In place of a transport's name: fetch the versions over the socket."""
+ABORT_SECONDS = 10.0  # Longest wait for an aborted link; NCCL needs about half a second
+POLL_SECONDS = 0.02  # Seconds between two checks of a bounded action
+PULL: Final = "pull"  # In place of a transport's name: fetch the versions over the socket
 Named = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
 """An actor's tensors by name, or a function that returns them."""
 BufferPair = tuple[Buffers, Buffers]
@@ -51,11 +48,7 @@ class WeightSource(Protocol):
         ...
 
     def write(self, targets: Mapping[str, Tensor]) -> None:
-        """Write every tensor, cast, into its place; collective if sharded.
-
-        Args:
-            targets: Rank 0: a tensor per entry of `manifest`, all on one device. Other ranks: empty.
-        """
+        """Write every tensor, cast, into `targets`, by name, on rank 0; collective if sharded."""
 
 
 class WholeTensors:
@@ -176,11 +169,7 @@ def build_transport(name: str, device: torch.device, deadline: float) -> Transpo
 
 
 def open_store(address: str, seconds: float) -> Store:
-    """Open the store of one epoch's link, ``file://PATH`` or ``tcp://HOST:PORT/PREFIX``.
-
-    Args:
-        seconds: Longest wait for a key.
-    """
+    """Open an epoch's store, ``file://PATH`` or ``tcp://HOST:PORT/PREFIX``; a key comes within `seconds`."""
     from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     kind, _, rest = address.partition("://")

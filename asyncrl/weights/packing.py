@@ -10,6 +10,7 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,7 @@ class Manifest:
             sizes[entry.dtype] = max(sizes.get(entry.dtype, 0), end)
         return sizes
 
-    @property
+    @cached_property
     def checksum(self) -> int:
         """CRC-32 of the manifest."""
         return zlib.crc32(self.to_json().encode())
@@ -149,11 +150,6 @@ def copy(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
             foreach_copy(small_into, small_source)
 
 
-def total_bytes(buffers: Buffers) -> int:
-    """Sum the bytes of the buffers."""
-    return sum(buffer.nbytes for buffer in buffers)
-
-
 def checksum(buffers: Buffers) -> int:
     """Sum all buffers, in ``[-2**63, 2**63)``, the same on every device; waits for the stream on CUDA."""
     sums = [weighted_sum(buffer) for buffer in buffers]  # All are queued before the first is waited for.
@@ -166,9 +162,9 @@ def checksum(buffers: Buffers) -> int:
 def weighted_sum(buffer: Tensor) -> Tensor:
     """Sum a buffer's words, each times an odd number of its own, modulo 2^64; ``[]`` int64, not waited for.
 
-    A changed word always changes the sum, and a moved one in all but 2^-60 of the cases. The factors are
-    made of row and column, so they need no tensor as large as the buffer.
+    A changed word always changes the sum, and a moved one in all but 2^-60 of the cases.
     """
+    # The factors are made of row and column, so they need no tensor as large as the buffer.
     words = buffer.view(torch.int64)
     rows, rest = divmod(words.numel(), FOLD)  # The last words may be left over.
     table = words[: rows * FOLD].view(rows, FOLD)

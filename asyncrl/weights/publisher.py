@@ -19,12 +19,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 IDLE_SECONDS = 0.1  # Longest wait for messages and versions
 PACKING_POLL_SECONDS = 0.0005  # Seconds between two polls of the device's packing
 READY_SECONDS = 2.0  # Longest wait for the members' answer to group
-STAGES: Final = ("packing", "summing", "announcing", "broadcasting", "receipts")
 _log = logging.getLogger(__name__)
 
 
@@ -54,13 +52,7 @@ class Broadcast:
     version: int = -1
     members: int = 0
     hosts: int = 0  # Members on other hosts
-    stages: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of each of `STAGES`, one after another; `packing` begins with `publish`."""
-
-    @property
-    def seconds(self) -> float:
-        """Duration from the announcement to the last receipt."""
-        return sum(self.stages.get(stage, 0.0) for stage in STAGES[2:])
+    seconds: float = 0.0  # From the announcement to the last receipt
 
 
 class BroadcastPublisher(Publisher):
@@ -134,7 +126,7 @@ class BroadcastPublisher(Publisher):
         hosts = {m.WEIGHTS_HOSTS: float(sent.hosts), m.WEIGHTS_HOSTS_SECONDS: sent.seconds}
         return {
             m.WEIGHTS_VERSION: self._buffers.newest,
-            m.WEIGHTS_BYTES: packing.total_bytes(self._buffers.buffer_pair[0]),
+            m.WEIGHTS_BYTES: sum(buffer.nbytes for buffer in self._buffers.buffer_pair[0]),
             m.WEIGHTS_SECONDS: sent.seconds,
             m.WEIGHTS_MEMBERS: sent.members + len(pullers),
             m.WEIGHTS_JOINED: len(pullers),
@@ -192,7 +184,6 @@ class BroadcastPublisher(Publisher):
             self._stores = None
 
     def _step(self) -> None:
-        """Begin an epoch, form its link and send a version, as far as they are due; else wait."""
         if self._buffers.manifest is not None and (
             self._epoch_failed or self.server.members() != self._members
         ):
@@ -260,31 +251,28 @@ class BroadcastPublisher(Publisher):
             self._session.form("forming the weight group", form)
 
     def _send(self, snapshot: PackedVersion) -> None:
-        version, index, times = snapshot.version, snapshot.buffer_index, [snapshot.began, time.monotonic()]
+        version, index = snapshot.version, snapshot.buffer_index
         self._waiting_for = f"sending version {version} (to: {_names(self._members)})"
         with self._transport.side_stream():
             checksum = packing.checksum(self._buffers.buffer_pair[index])
-        times.append(time.monotonic())
+        began = time.monotonic()
         header: dict[str, Any] = {"version": version, "buffer_index": index, "checksum": checksum}
         for member in self._members:
             self.server.send(member.peer, "send", epoch=self._epoch, **header)
-        times.append(time.monotonic())
         about = f" version {version}"
         with waits.waiting(waits.BROADCAST, self._deadline, about):
             self._session.use("broadcasting" + about, lambda link: link.send(index))
-        times.append(time.monotonic())
         with waits.waiting(waits.RECEIPTS, self._deadline, about):
             late = self._await_answers(version, self._deadline)
         if late:
             raise WeightSyncError(f"no receipt within {self._deadline:g} s from {_names(late)}.")
-        times.append(time.monotonic())
+        seconds = time.monotonic() - began
         self._forget_store()  # All members used it, so all have formed it.
         self._sent_in_epoch, self._failed_in_a_row = version, 0
         self._waiting_for = "waiting for more actors"
-        stages: dict[str, float] = dict(zip(STAGES, (b - a for a, b in pairwise(times)), strict=True))
         hosts = sum(not member.started for member in self._members)
         with self.server.changed:
-            self.sent = Broadcast(version=version, members=len(self._members), hosts=hosts, stages=stages)
+            self.sent = Broadcast(version=version, members=len(self._members), hosts=hosts, seconds=seconds)
             for member in self._members:
                 member.held = version
             self.server.changed.notify_all()

@@ -60,11 +60,7 @@ class WeightReceiver(BufferedReceiver):
         security: ClientKeys | None = None,
         identity: RunIdentity = NO_RUN,
     ) -> None:
-        """Join the weight channel.
-
-        Args:
-            tensors: Those that versions will be copied into; only shape and dtype are read. None: any.
-        """
+        """Join the channel; versions must have the shapes and dtypes of `tensors` (None: any)."""
         manifest, own = None if tensors is None else packing.build_manifest(tensors), torch.device(device)
         self._transport = None if transport == PULL else interface.build_transport(transport, own, deadline)
         buffers_on = self._transport.device if self._transport else torch.device("cpu")
@@ -127,7 +123,10 @@ class WeightReceiver(BufferedReceiver):
 
     def _handle(self, message: WeightMessage) -> None:
         if message.kind == "layout":
-            self._adopt(packing.Manifest.from_json(bytes(message.payload)))
+            learner = packing.Manifest.from_json(bytes(message.payload))
+            if self._manifest is None:
+                self._manifest, self._greeting["manifest"] = learner, learner.checksum
+            packing.require_same(learner, self._manifest, self._name)
         elif message.kind == "offer":
             self._fetch_offered(message["version"], message["checksum"])
             self._asked_at = -math.inf
@@ -167,7 +166,6 @@ class WeightReceiver(BufferedReceiver):
         self._send("answer", epoch=self._epoch, version=version, problem=problem)
 
     def _listen(self, seconds: float) -> None:
-        """Put new messages into the inbox; raises if none will follow."""
         if self._closing.is_set():
             raise _Closing
         came = self._wakeable.wait(seconds)
@@ -208,11 +206,6 @@ class WeightReceiver(BufferedReceiver):
                 f"{self._name} received damaged weights from {self._endpoint} {MAX_DAMAGED} times: {what} "
                 "The network changes what it carries, or both sides do not run the same asyncrl."
             )
-
-    def _adopt(self, learner: packing.Manifest) -> None:
-        if self._manifest is None:
-            self._manifest, self._greeting["manifest"] = learner, learner.checksum
-        packing.require_same(learner, self._manifest, self._name)
 
     # pull
 
@@ -305,7 +298,7 @@ class WeightReceiver(BufferedReceiver):
         self._answer(version)
 
     def _given_up(self) -> str:
-        """Return why work for this epoch is in vain; empty if it is not."""
+        # Why work for this epoch is in vain; empty if it is not.
         self._listen(0.0)
         self._ask_newest()
         newest = max((x["epoch"] for x in self._inbox if x.kind == "group"), default=self._epoch)

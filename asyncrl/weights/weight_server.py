@@ -14,7 +14,6 @@ import weakref
 from collections import deque
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -265,16 +264,11 @@ class WeightServer:
         # True if the receiver has the learner's manifest, or was sent it before whatever follows.
         manifest = self._buffers.manifest
         assert manifest is not None  # Of a version that was packed.
-        if to.manifest != self._manifest_sum:
+        if to.manifest != manifest.checksum:
             if not self.send(to.peer, "layout", manifest.to_json().encode()[:MAX_PAYLOAD]):
                 return False
-            to.manifest = self._manifest_sum
+            to.manifest = manifest.checksum
         return True
-
-    @cached_property
-    def _manifest_sum(self) -> int:
-        assert self._buffers.manifest is not None
-        return self._buffers.manifest.checksum
 
     def _offer(self, puller: Subscriber) -> bool:
         # True if a newer version than the held one is offered now.

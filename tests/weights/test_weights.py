@@ -57,7 +57,7 @@ def test_packing_puts_every_tensor_at_a_multiple_of_16_bytes() -> None:
     assert manifest.dtypes == ["float32", "int64"]
     assert buffers[0].numpy().tobytes() == struct.pack("<8f", 4, 0, 0, 0, 1, 2, 3, 0)
     assert buffers[1].numpy().tobytes() == struct.pack("<2q", 1, 2)
-    assert packing.total_bytes(buffers) == 48
+    assert sum(buffer.nbytes for buffer in buffers) == 48
 
 
 def test_a_manifest_survives_json_and_does_not_depend_on_the_order_of_the_tensors() -> None:
@@ -395,9 +395,7 @@ def test_news_travels_at_once_and_an_idle_receiver_costs_next_to_nothing(
         took.append(time.monotonic() - began)
     assert statistics.median(took) < publishing.IDLE_SECONDS / 4
     assert carried.sent.version == 10
-    stages = carried.sent.stages.values()
-    assert all(stage > 0 for stage in stages)
-    assert sum(stages) <= took[-1]
+    assert 0 < carried.sent.seconds <= took[-1]
     clock = time.pthread_getcpuclockid(receiver._thread.ident or 0)
     spent = time.clock_gettime(clock)
     time.sleep(1.0)

@@ -42,7 +42,7 @@ class InProcessPublisher(Publisher):
         """Return the newest metrics `weights/*`."""
         return {
             m.WEIGHTS_VERSION: self.version,
-            m.WEIGHTS_BYTES: packing.total_bytes(self._buffers),
+            m.WEIGHTS_BYTES: sum(buffer.nbytes for buffer in self._buffers),
             m.WEIGHTS_SECONDS: self._seconds,
             m.WEIGHTS_MEMBERS: 1,
         }
