@@ -58,38 +58,31 @@ def check_instructions(values: object, where: str, count: int = -1) -> tuple[str
     return tuple(check_instruction(value, where) for value in values)
 
 
+def check_array(values: object, shape: Sequence[int], where: str) -> NDArray[Any]:
+    """Return an array of numbers or bools, finite or not; a ConfigError refuses others and another shape."""
+    try:
+        found: NDArray[Any] = np.asarray(values)
+        problem = f"{found.dtype}{list(found.shape)}"
+        if found.dtype.kind in "biuf" and found.shape == tuple(shape):
+            return found
+    except (ValueError, TypeError) as error:  # Ragged, or not in this memory.
+        problem = first_line(error)
+    wanted = f"{list(shape)} numbers" if shape else "a number"
+    raise ConfigError(f"{where} is {_shown(values)} ({problem}), expected {wanted} or bools.")
+
+
 def check_verdicts(values: object, shape: Sequence[int], where: str) -> NDArray[np.bool_]:
     """Return bools, or of finite numbers from 0 whether they are above 0.5; a ConfigError refuses others."""
-    found, problem = _numbers_in(values, shape)
-    if found.dtype.kind != "b" and not problem:
-        wrong = found[~(np.isfinite(found) & (found >= 0))]
-        problem, found = str(wrong[0]) if wrong.size else "", found > 0.5
-    if problem:
+    found = check_array(values, shape, where)
+    if found.dtype.kind == "b":
+        return found
+    if (wrong := found[~(np.isfinite(found) & (found >= 0))]).size:
         raise ConfigError(
-            f"{where} is {problem}, which is neither yes nor no. Give True or False, 0 or 1, or a finite "
+            f"{where} is {wrong[0]}, which is neither yes nor no. Give True or False, 0 or 1, or a finite "
             "number from 0 that is above 0.5 for yes."
         )
-    return found
-
-
-def check_rewards(values: object, shape: Sequence[int], where: str) -> NDArray[np.float32]:
-    """Return numbers as float32, finite or not; a ConfigError refuses others."""
-    found, problem = _numbers_in(values, shape)
-    if problem:
-        raise ConfigError(f"{where} are {problem}. Give a number for each.")
-    return found.astype(np.float32)
+    return found > 0.5
 
 
 def _shown(value: object) -> str:
     return " ".join(ascii(value).split())[:80]  # In one line, also of an array.
-
-
-def _numbers_in(values: object, shape: Sequence[int]) -> tuple[NDArray[Any], str]:
-    try:
-        found: NDArray[Any] = np.asarray(values)
-    except (ValueError, TypeError) as error:  # Ragged, or not in this memory.
-        return np.empty(0), first_line(error)
-    if found.dtype.kind not in "biuf":
-        return found, _shown(values)
-    wrong = found.shape != tuple(shape)
-    return found, f"{found.dtype}{list(found.shape)}, expected {list(shape)}" if wrong else ""

@@ -19,37 +19,25 @@ SAME: Final = (
 )  # fmt: skip
 """Spellings of one instruction."""
 NOTHING: Final = (
-    "",
-    "  ",
-    ".",
-    "\u200b",
-    "?!",
-    f"{TASK}\ufffd",
-    "\ud800",
-    b"\xff",
-    7,
-    0.5,
-    None,
-    [TASK, TASK],
-    {"a": 1},
-)
+    "", "  ", ".", "\u200b", "?!", f"{TASK}\ufffd", "\ud800", b"\xff", 7, 0.5, None, [TASK, TASK], {"a": 1},
+)  # fmt: skip
+ENDLESS: Final = (float("nan"), float("inf"), float("-inf"))
+NO_NUMBERS: Final = ("False", "True", "", None, [1, 0], 1j, {"a": 1})
+VERDICTS: Final = [
+    *((value, value > 0.5) for value in (True, False, 1, 0, 1.0, 0.0, 0.1, 0.5, 0.6, 2)),
+    *((value, REFUSED) for value in (*ENDLESS, -1, -0.6, *NO_NUMBERS)),
+]
 VALUES: Final[dict[str, list[tuple[Any, Any]]]] = {
     "instruction": [*((text, TASK) for text in SAME), *((value, REFUSED) for value in NOTHING)],
-    "success": [
-        *((value, value > 0.5) for value in (True, False, 1, 0, 1.0, 0.0, 0.1, 0.5, 0.6, 2)),
-        *((value, REFUSED) for value in (float("nan"), float("inf"), float("-inf"), -1, -0.6)),
-        *((value, REFUSED) for value in ("False", "True", "", None, [1, 0], 1j, {"a": 1})),
-    ],
+    "success": VERDICTS,
+    "end": VERDICTS,
     "reward": [
         *((value, True) for value in (0.0, -3, 2.5, True)),
-        *(
-            (value, REFUSED)
-            for value in (float("nan"), float("inf"), float("-inf"), "1", "", [1, 0], 1j, {"a": 1})
-        ),
+        *((value, REFUSED) for value in (*ENDLESS, *NO_NUMBERS) if value is not None),
     ],
 }
-"""Fact -> values, each with what is read of it: the task, whether it is solved; or `REFUSED`."""
-READS: Final = {"instruction": "task", "success": "solved", "reward": "solved"}
+"""Fact -> values, each with what is read of it, as `READS` has it, or `REFUSED`."""
+READS: Final = {"instruction": "task", "success": "solved", "end": "terminated", "reward": "solved"}
 FAST: Final = ("recordings", "own_simulator", "prompt", "robomimic_attributes")
 """Doors at which the default run of the tests tries each third value."""
 

@@ -28,7 +28,7 @@ CEILINGS = {
     "replay": (4038, 18),
     "replay_tools": (1476, 8),
     "rewards": (563, 4),
-    "simulators": (4015, 21),
+    "simulators": (4016, 21),
     "storage": (2352, 10),
     "weights": (2172, 11),
     "worlds": (5502, 24),

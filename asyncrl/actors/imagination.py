@@ -23,7 +23,7 @@ from asyncrl.actors.backend import Backend, EpisodeEnd, EpisodeInProgress, RowFa
 from asyncrl.config.sections import ActorSettings
 from asyncrl.devices.streams import DeviceEvent
 from asyncrl.episode_layout import SAMPLE_DTYPES
-from asyncrl.errors import RunError, first_line
+from asyncrl.errors import AsyncRLError, RunError, first_line
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import waits
 from asyncrl.policies.interface import ActResult, Policy, SamplingParams
@@ -260,7 +260,7 @@ def retry_rows_singly(
     except Exception as error:
         if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
             raise  # The device computes nothing more.
-        reason, raised = _reason(error), error
+        reason, raised = _reason(error), None if isinstance(error, AsyncRLError) else error
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # Raises again if the error was the device's and shows only now.
     if len(indices) == 1:

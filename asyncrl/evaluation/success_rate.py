@@ -165,8 +165,9 @@ def evaluate(
         for episode in rollout(pool, act, plays, keep_frames=bool(on_frames or keep_frames)):
             if on_frames is not None:
                 on_frames(episode)
-            if order[episode.start.name, episode.repeat] >= keep_frames:
-                episode.drop_frames()
+            if order[episode.start.name, episode.repeat] >= keep_frames:  # All would not fit into memory.
+                for name in ("frames", "more_frames", "states", "poses"):
+                    setattr(episode, name, getattr(episode, name)[:1].copy())
             played.append(episode)
             solved += episode.solved
             bar.update(1)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError, first_line
-from asyncrl.facts import check_instruction, check_rewards, check_verdicts
+from asyncrl.facts import check_array, check_instruction, check_verdicts
 from asyncrl.fitting.data_sets import DataSet, check_numbers, decode_picture, place_picture
 from asyncrl.fitting.recording_files import Looks
 from asyncrl.fitting.settings import DataSetSettings
@@ -188,7 +188,7 @@ class LeRobotFolder(DataSet):
             pictures=pictures,
             states=np.concatenate(states, axis=1) if states else nothing[kept, :0],
             actions=read(self.action, "action"),
-            rewards=check_rewards(read(self.reward, "reward"), shape, f"{where}: rewards")[:, 0],
+            rewards=check_array(read(self.reward, "reward"), shape, f"{where}: its rewards")[:, 0],
             success=check_verdicts(read(self.success, "success"), shape, f"{where}: success")[:, 0],
         )
 

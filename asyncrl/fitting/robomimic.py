@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError, first_line
-from asyncrl.facts import check_instruction, check_rewards, check_verdicts
+from asyncrl.facts import check_array, check_instruction, check_verdicts
 from asyncrl.fitting.data_sets import DataSet, check_numbers, place_picture
 from asyncrl.fitting.recording_files import UNREADABLE, Looks
 from asyncrl.fitting.settings import NONE, DataSetSettings
@@ -143,7 +143,7 @@ class RobomimicFile(DataSet):
         rewards = np.zeros(steps, np.float32)
         if self.reward:
             stored = self._numbers(file, name, self.reward, "reward")
-            rewards = check_rewards(stored, (steps, 1), f"{self.path} {name}: rewards")[:, 0]
+            rewards = check_array(stored, (steps, 1), f"{self.path} {name}: its rewards")[:, 0]
         success = self._solved(file, name, rewards)
         where, demo = f"{self.path} {name}", group_in(file, f"data/{name}")
         last = set(group_in(demo, "next_obs")) if "next_obs" in demo else set[str]()

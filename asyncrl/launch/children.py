@@ -163,6 +163,8 @@ class Supervisor:
     def _death_report(self, exit_code: int) -> str:
         log = self._log_path.read_bytes()[self._log_start :] if self._log_path.exists() else b""
         cause = first_traceback(log.decode(errors="replace"))
+        if sentence := re.search(r"^asyncrl\.errors\.\w+: (.+)\Z", cause, re.M):
+            cause = sentence[1]
         times = "1 time" if self._deaths == 1 else f"{self._deaths} times in a row"
         ending = f"with exit code {exit_code}"
         if exit_code < 0:

@@ -8,7 +8,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.facts import check_rewards, check_verdicts
+from asyncrl.facts import check_array, check_verdicts
 from asyncrl.simulators.interface import Seen, SimStart, SimulatorSpec, Stepped, check_step
 
 
@@ -70,7 +70,7 @@ class OneByOne(Generic[SomePlace]):
         success = check_verdicts([one.success for one in outcomes], shape, f"{where} success")
         terminated = check_verdicts([one.terminated for one in outcomes], shape, f"{where} terminated")
         paid = [ok if one.reward is None else one.reward for ok, one in zip(success, outcomes, strict=True)]
-        rewards = check_rewards(paid, shape, f"{where} rewards")
+        rewards = check_array(paid, shape, f"{where} rewards").astype(np.float32)
         truncated = self._steps[rows] >= self.spec.max_steps
         self._playing[rows] = ~(terminated | truncated)
         seen = self.look(rows) if draw else None

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.facts import check_instructions, check_rewards, check_verdicts
+from asyncrl.facts import check_array, check_instructions, check_verdicts
 from asyncrl.observability.signals import die_with_parent
 from asyncrl.simulators.interface import Demonstrator, HasExpert, Seen, SimStart, Simulator, SimulatorSource
 
@@ -117,6 +117,11 @@ class Worker:
             rng = np.random.default_rng([begun.seed, 1])
             self._experts[place] = self._simulator.expert(place, Demonstrator(**plain_tuples(expert)), rng)
         (task,) = check_instructions(seen.tasks, f"{self._simulator.spec.name}, tasks after a reset", 1)
+        if (known := self._simulator.spec.tasks) and task not in known:
+            raise ConfigError(
+                f"{self._simulator.spec.name} begins {begun.name} with {task!r}, which is none of its "
+                f"{len(known)} spec.tasks. Let both say the same, or spec.tasks be empty."
+            )
         return {"place": place, "task": task, **_stacked(_SEEN, [self._row(seen, 0)])}
 
     def _play(self, turns: list[_Turn]) -> list[Message]:
@@ -128,7 +133,7 @@ class Worker:
             drawn = any(turn.wants_picture for turn in going)
             stepped = self._simulator.step([turn.place for turn in going], actions, draw=drawn)
             where, shape = f"step() of {self._simulator.spec.name}: its", (len(going),)
-            rewards = check_rewards(stepped.rewards, shape, f"{where} rewards")
+            rewards = check_array(stepped.rewards, shape, f"{where} rewards")
             success = check_verdicts(stepped.success, shape, f"{where} success")
             terminated = check_verdicts(stepped.terminated, shape, f"{where} terminated")
             truncated = check_verdicts(stepped.truncated, shape, f"{where} truncated")

@@ -99,11 +99,6 @@ class SimulatedEpisode:
         """Steps to success, or all of them."""
         return int(self.success.argmax()) if self.solved else len(self.success) - 1
 
-    def drop_frames(self) -> None:
-        """Keep only the first frame and state: an evaluation's would not fit into memory."""
-        self.frames, self.more_frames = self.frames[:1].copy(), self.more_frames[:1].copy()
-        self.states, self.poses = self.states[:1].copy(), self.poses[:1].copy()
-
 
 def simulated_sampling_seed(simulator: int, decision: int) -> int:
     """Return the seed of the policy's sampling in a simulator that was reset with the seed `simulator`."""

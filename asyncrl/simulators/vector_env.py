@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.facts import check_instruction, check_rewards, check_verdicts
+from asyncrl.facts import check_array, check_instruction, check_verdicts
 from asyncrl.simulators.interface import Seen, SimStart, SimulatorSpec, Stepped, check_step
 
 
@@ -191,12 +191,14 @@ class VectorEnvSimulator:
         batch = np.tile(self._idle, (len(self._playing), 1))
         batch[rows] = np.clip(actions, self._low, self._high)
         observation, *numbers, infos = self._env.step(batch.astype(self._env.single_action_space.dtype))
-        all_rewards, all_terminated, all_truncated = map(_array, numbers)
+        shape, where = (len(self._playing),), f"step() of {self.spec.name}: its"
+        all_rewards = check_array(_array(numbers[0]), shape, f"{where} rewards").astype(np.float32)
+        all_terminated = check_verdicts(_array(numbers[1]), shape, f"{where} terminated")
+        all_truncated = check_verdicts(_array(numbers[2]), shape, f"{where} truncated")
         self._shown = np.array(_value_at(observation, self._image_key), np.uint8)
         if self._mode == "DISABLED":
-            self._must_reset = (all_terminated | all_truncated).astype(np.bool_)
-        rewards = check_rewards(all_rewards[rows], (len(rows),), f"{self.spec.name}: the rewards")
-        terminated, truncated = all_terminated[rows].astype(bool), all_truncated[rows].astype(bool)
+            self._must_reset = all_terminated | all_truncated
+        rewards, terminated, truncated = all_rewards[rows], all_terminated[rows], all_truncated[rows]
         ended = [row for row, over in zip(rows, terminated | truncated, strict=True) if over]
         self._keep_seen(observation, rows)
         last_infos = infos.get("final_info", {}) if self._mode == "SAME_STEP" else infos
@@ -210,8 +212,7 @@ class VectorEnvSimulator:
         for i, row in enumerate(rows):
             given = _row_of(last_infos if row in ended else infos, self._success_key, row, success)
             if given is not success:
-                where = f"{self.spec.name}, place {row}: info[{self._success_key!r}]"
-                success[i] = check_verdicts(_array(given), (), where)
+                success[i] = check_verdicts(_array(given), (), f"{where} info[{self._success_key!r}]")
         return Stepped(self.look(rows) if draw else None, rewards, success, terminated, truncated)
 
     def look(self, places: Sequence[int]) -> Seen:

@@ -72,9 +72,10 @@ def load_trajectory(file: Path, *, image_size: int = 0) -> StartState:
         )
     last = frames[-1] if context else frames[0]
     poses = (_numbers(last.get(key), POSE_DIM) for key in ("init_ee_pose", "abs_action"))
+    texts = [frames[0].get(key) for key in ("instruction", "task")]
     return StartState(
         name=file.stem,
-        task=_task(frames[0], file),
+        task=next((text for text in texts if isinstance(text, str | bytes) and text.strip()), texts[0]),
         frame=images[0],
         context_frames=images[1:],
         context_actions=np.array(actions, dtype=np.float32).reshape(-1, ACTION_DIM),
@@ -108,14 +109,6 @@ def _numbers(found: Any, count: int) -> NDArray[np.float32] | None:
     if not all(isinstance(value, int | float) and abs(value) < 1e38 for value in values):
         return None
     return np.array(values, np.float64).astype(np.float32)
-
-
-def _task(frame: Mapping[str, Any], file: Path) -> Any:
-    for key in ("instruction", "task"):
-        text = frame.get(key)
-        if text is not None and not (isinstance(text, str | bytes) and not text.strip()):
-            return text
-    raise AssetError(f"{file}: the first frame has neither 'instruction' nor 'task'. Use RLinf's layout.")
 
 
 # ---- arrays of objects ---------------------------------------------------------------------------

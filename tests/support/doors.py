@@ -38,6 +38,8 @@ from asyncrl.worlds.start_states import load_start_states
 
 TASK = "put the cube on the \u00e9tag\u00e8re"
 STEPS, SIDE = 20, 32
+PLAYED = ("instruction", "success", "reward", "end")
+"""Facts that simulators say."""
 
 
 class Unstorable(Exception):
@@ -50,6 +52,7 @@ class Read:
 
     task: str | None = None
     solved: bool | None = None
+    terminated: bool | None = None
 
 
 Door = Callable[..., Read]
@@ -63,8 +66,9 @@ def door(function: Door) -> Door:
 
 
 def doors_of(fact: str) -> list[str]:
-    """Names of the doors that take a fact."""
-    return [name for name, function in DOORS.items() if fact in inspect.signature(function).parameters]
+    """Names of the doors that take a fact; those of simulators take all that `Own.facts` may hold."""
+    taken = {name: inspect.signature(function).parameters for name, function in DOORS.items()}
+    return [name for name, facts in taken.items() if fact in facts or ("facts" in facts and fact in PLAYED)]
 
 
 # ---- files ----
@@ -302,9 +306,8 @@ class Own:
         last = self.steps == self.spec.max_steps
         success: Any = [self.facts.get("success", 1) if last else False] * count
         rewards: Any = [self.facts.get("reward", 0.0)] * count
-        return Stepped(
-            self.look(places), rewards, success, np.zeros(count, bool), np.full(count, last)
-        )  # As a careless author's.
+        ends: Any = [self.facts.get("end", False) if last else False] * count
+        return Stepped(self.look(places), rewards, success, ends, np.full(count, last))
 
     def look(self, places: list[int]) -> Seen:
         shown = np.full((len(places), 1, SIDE, SIDE, 3), self.seed % 200 + self.steps, np.uint8)
@@ -324,7 +327,8 @@ class OwnPlace:
     def step(self, action: np.ndarray) -> Outcome:
         self.steps += 1
         success = Own.facts.get("success", 1) if self.steps == 8 else False
-        return Outcome(success=success, reward=Own.facts.get("reward"))
+        end = Own.facts.get("end", False) if self.steps == 8 else False
+        return Outcome(success=success, reward=Own.facts.get("reward"), terminated=end)
 
     def look(self) -> tuple[np.ndarray, np.ndarray]:
         return np.full((1, SIDE, SIDE, 3), self.seed % 200 + self.steps, np.uint8), np.zeros(0, np.float32)
@@ -356,8 +360,8 @@ class Environment:
     def step(self, actions: np.ndarray) -> tuple[Any, ...]:
         self.steps += 1
         success = Own.facts.get("success", 1) if self.steps == 8 else False
-        reward, over = Own.facts.get("reward", 0.0), np.array([self.steps == 8])
-        return self._see(), np.array([reward]), np.zeros(1, bool), over, {"success": [success]}
+        reward, end = Own.facts.get("reward", 0.0), Own.facts.get("end", False) if self.steps == 8 else False
+        return self._see(), [reward], [end], [self.steps == 8], {"success": [success]}
 
     def close(self) -> None:
         pass
@@ -381,18 +385,12 @@ def play(name: str, **facts: Any) -> Read:
     with SimulatorPool(SimulatorSource(name=f"support.doors:{name}"), workers=0) as pool:
         start = SimStart(name="own/seed-1", task="", seed=1)
         _, (episode,) = evaluate(pool, still, [Play(start=start)])
-    return Read(task=episode.task, solved=episode.solved)
-
-
-def checked(simulator: Any) -> Read:
-    """Check a simulator as `asyncrl check simulator` does."""
-    list(check_simulator(simulator))
-    return Read(task=TASK, solved=float(Own.facts["success"]) > 0.5)
+    return Read(task=episode.task, solved=episode.solved, terminated=episode.terminated)
 
 
 @door
-def own_simulator(folder: Path, instruction: Any = TASK, success: Any = 1, reward: Any = 0.0) -> Read:
-    return play("Own", instruction=instruction, success=success, reward=reward)
+def own_simulator(folder: Path, **facts: Any) -> Read:
+    return play("Own", **facts)
 
 
 @door
@@ -402,19 +400,20 @@ def own_simulators_tasks(folder: Path, instruction: Any = TASK) -> Read:
 
 
 @door
-def one_by_one(folder: Path, instruction: Any = TASK, success: Any = 1, reward: Any = None) -> Read:
-    return play("OwnPlaces", instruction=instruction, success=success, reward=reward)
+def one_by_one(folder: Path, **facts: Any) -> Read:
+    return play("OwnPlaces", **facts)
 
 
 @door
 def checked_simulator(folder: Path, instruction: Any = TASK, success: Any = True, reward: Any = 0.0) -> Read:
     Own.facts = {"instruction": instruction, "success": success, "reward": reward}
-    return checked(OwnPlaces())
+    list(check_simulator(OwnPlaces()))
+    return Read(task=TASK, solved=float(success) > 0.5)
 
 
 @door
-def vector_env(folder: Path, instruction: Any = TASK, success: Any = 1, reward: Any = 0.0) -> Read:
-    return play("own_environment", instruction=instruction, success=success, reward=reward)
+def vector_env(folder: Path, **facts: Any) -> Read:
+    return play("own_environment", **facts)
 
 
 @door

@@ -142,13 +142,11 @@ def test_frames_that_are_not_as_documented_are_named(tmp_path: Path, change: dic
         load_trajectory(path)
 
 
-def test_files_without_frames_or_task_are_refused(tmp_path: Path) -> None:
+def test_files_without_frames_are_refused(tmp_path: Path) -> None:
     with pytest.raises(AssetError, match="has 0 frames"):
         load_trajectory(write(tmp_path / "traj0.npy", []))
     with pytest.raises(AssetError, match="something else than one dict per frame"):
         load_trajectory(write(tmp_path / "traj0.npy", [1, 2]))
-    with pytest.raises(AssetError, match="neither 'instruction' nor 'task'"):
-        load_trajectory(write(tmp_path / "traj0.npy", [frame(0, instruction=" ")]))
 
 
 def documented() -> NDArray[np.object_]:
