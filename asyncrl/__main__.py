@@ -1,5 +1,28 @@
-"""`python -m asyncrl` is the same as `asyncrl`."""
+"""`asyncrl` and `python -m asyncrl`: prepare the process, then import and run the command."""
 
-from asyncrl.cli import program
+from __future__ import annotations
 
-program()
+import os
+import sys
+from typing import NoReturn
+
+from asyncrl.errors import end_at_once, handle_signals
+
+
+def start(*command: str) -> NoReturn:
+    """Run the command line of this process, whose first words are `command`; signals always get one line."""
+    handle_signals(end_at_once)
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # Closed: the next file would take its number, and get what is printed.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+    from asyncrl.cli import program
+
+    program(*command)
+
+
+if __name__ == "__main__":
+    start()

@@ -16,8 +16,8 @@ from typing import Final, NoReturn
 
 from asyncrl import __version__
 from asyncrl.commands import COMMANDS
-from asyncrl.errors import AsyncRLError, ConfigError, first_line
-from asyncrl.observability.signals import expect_exit
+from asyncrl.errors import AsyncRLError, ConfigError, end_at_once, first_line, handle_signals
+from asyncrl.observability.signals import expect_exit, interrupt, repeat_lost
 
 
 def usage() -> str:
@@ -45,8 +45,17 @@ def about(command: str) -> str:
 
 
 def program(*command: str) -> NoReturn:
-    """Entry point of `asyncrl`; with a `command`, of a script in torchrun_scripts."""
-    raise SystemExit(expect_exit(main([*command, *sys.argv[1:]])))
+    """Run the command line of this process, whose first words are `command`, and end with its code."""
+    handle_signals(interrupt)
+    sys.unraisablehook = repeat_lost
+    try:
+        code = main([*command, *sys.argv[1:]])
+    except KeyboardInterrupt as ended:  # Before or behind the command.
+        end_at_once(ended.args[0] if ended.args else signal.SIGINT)
+        raise
+    finally:
+        handle_signals(end_at_once)
+    raise SystemExit(expect_exit(code))
 
 
 def main(arguments: list[str]) -> int:
@@ -79,13 +88,13 @@ def _answered(name: str, action: Callable[[], int | None]) -> int:
         try:
             return action() or 0
         finally:
-            if sys.stdout is not None:
-                sys.stdout.flush()  # Errors appear here, not while Python ends.
+            sys.stdout.flush()  # Errors appear here, not while Python ends.
     except AsyncRLError as error:
         sentence, code = str(error), 2 if isinstance(error, ConfigError) else 1
         notes = getattr(error, "__notes__", ())
-    except KeyboardInterrupt:
-        sentence, code, notes = "interrupted", 128 + signal.SIGINT, ()
+    except KeyboardInterrupt as ended:
+        sentence = "; ".join(["interrupted", *getattr(ended, "__notes__", ())])
+        code, notes = 128 + (ended.args[0] if ended.args else signal.SIGINT), ()
     except BrokenPipeError:  # The reader has left, like `head`.
         _give_up_output()
         return NOBODY_READS

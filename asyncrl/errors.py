@@ -1,5 +1,10 @@
 """Every error that a user can meet. Its message names the input, the reason, and the remedy."""
 
+import os
+import signal
+from collections.abc import Callable
+from types import FrameType
+
 
 class AsyncRLError(Exception):
     """Base of all errors that asyncrl raises on purpose."""
@@ -65,3 +70,18 @@ def first_line(error: object, longest: int = 200) -> str:
     """Return an error's first line, at most `longest` characters; without text its type."""
     lines = (line.strip() for line in str(error).splitlines())
     return next((line for line in lines if line), type(error).__name__)[:longest]
+
+
+def handle_signals(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
+    """Install a handler for the signals that end a command; an ignored SIGHUP stays so: `nohup`."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+def end_at_once(number: int, frame: FrameType | None = None) -> None:
+    """Handle a signal by one line and the end of the process, without exit handlers; its children end too."""
+    try:
+        os.write(2, b"\n" * os.isatty(2) + b"asyncrl: interrupted\n")
+    finally:
+        os._exit(128 + number)

@@ -17,6 +17,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # A checkout works without being installed.
 
 if __name__ == "__main__":  # Child processes import this file again.
-    from asyncrl.cli import program
+    from asyncrl.__main__ import start
 
-    program("train")
+    start("train")

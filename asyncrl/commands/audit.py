@@ -20,6 +20,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, ImaginationSettings, SuccessFrames
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.success_rate import refuse_foreign_tasks
+from asyncrl.observability.terminal import progress
 from asyncrl.simulators.rollout import SEEDS_PER_EVALUATION, evaluation_plays
 
 if TYPE_CHECKING:
@@ -192,8 +193,6 @@ def _policies(config: AuditConfig) -> dict[str, str]:
 def _audit_all(
     config: AuditConfig, run: RunSettings | None, policies: dict[str, str]
 ) -> dict[str, list[AuditedEpisode]]:
-    from tqdm import tqdm
-
     from asyncrl.devices.tensors import take_device
     from asyncrl.evaluation.contact_sheet import check_imagines
     from asyncrl.evaluation.imagined_and_true import audit
@@ -213,7 +212,7 @@ def _audit_all(
         chosen = {name: getattr(config, name) for name in ("seed", "tasks", "trials")}
         episodes = config.episodes or (0 if pool.spec.trials else EPISODES)
         plays = evaluation_plays(pool.spec, episodes=episodes, repeats=1, **chosen)
-        with tqdm(total=len(plays) * len(policies), desc="audit", unit="episode") as bar:
+        with progress(total=len(plays) * len(policies), desc="audit", unit="episode") as bar:
             for name, text in policies.items():
                 if found:
                     models = replace(models, policy=named_policy(text, config.policy_settings).load(device))

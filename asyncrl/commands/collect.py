@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Final
-
-from tqdm import tqdm
 
 from asyncrl.commands.evaluate import PlayConfig
 from asyncrl.config.bounds import PIXELS, SEEDS, AtLeast
@@ -15,11 +14,13 @@ from asyncrl.config.help import ShortHelp
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.success_rate import acting, check_fits
 from asyncrl.fitting.recording_files import episodes_per_part, must_be_new, write_part
+from asyncrl.observability.terminal import progress
 from asyncrl.simulators.interface import Demonstrator, SimStart, SimulatorSource, SimulatorSpec, random_start
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import HELD_OUT, Act, Play, SimulatedEpisode, chosen_tasks, rollout
 
 MOST_PLACES: Final = 8  # Episodes of a worker at once: their frames are in memory
+WRITTEN_AFTER: Final = 60.0  # Seconds until files that lack episodes are written too, and replaced later
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +120,38 @@ def training_starts(
     return sorted(starts, key=lambda start: (start.task_id, start.seed))
 
 
+class _Parts:
+    """Episodes that are not in a complete file yet: `write_late` keeps those that were played."""
+
+    def __init__(self, folder: Path, spec: SimulatorSpec, total: int, about: dict[str, object]) -> None:
+        self._folder, self._spec, self._total, self._about = folder, spec, total, about
+        self._size = episodes_per_part((spec.max_steps + 1) * len(spec.cameras) * spec.image_size**2 * 3)
+        self._parts: dict[int, dict[int, SimulatedEpisode]] = {}
+        self._unwritten, self._due = set[int](), time.monotonic() + WRITTEN_AFTER
+        self.played = 0
+
+    def add(self, place: int, episode: SimulatedEpisode) -> None:
+        number = place // self._size
+        self.played += 1
+        self._parts.setdefault(number, {})[place] = episode
+        self._unwritten.add(number)
+        if len(self._parts[number]) == min(self._size, self._total - number * self._size):
+            self._write(number)
+            del self._parts[number]
+        if time.monotonic() >= self._due:
+            self.write_late()
+
+    def write_late(self) -> None:
+        for number in [*self._unwritten]:
+            self._write(number)
+        self._due = time.monotonic() + WRITTEN_AFTER
+
+    def _write(self, number: int) -> None:
+        file, part = self._folder / f"part-{number:05d}.h5", self._parts[number]
+        write_part(file, [part[i] for i in sorted(part)], self._spec.name, self._spec.cameras, self._about)
+        self._unwritten.discard(number)
+
+
 def record(
     folder: Path,
     pool: SimulatorPool,
@@ -128,24 +161,20 @@ def record(
     extra_decisions: int,
     about: dict[str, object],
 ) -> int:
-    """Record one episode from each start, in order, whole decisions with all frames; return how many."""
+    """Record one episode from each start, in order, whole decisions with all frames; return how many.
+
+    Whatever ends it early, the episodes that were played are written first.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    spec = pool.spec
-    per_part = episodes_per_part((spec.max_steps + 1) * len(spec.cameras) * spec.image_size**2 * 3)
     places = {start.name: number for number, start in enumerate(starts)}
-    parts: dict[int, dict[int, SimulatedEpisode]] = {}
-    plays = [Play(start=start) for start in starts]
-    written = 0
-    with tqdm(total=len(starts), desc=f"record {folder.name}", unit="episode", mininterval=2.0) as bar:
-        for episode in rollout(pool, act, plays, keep_frames=True, extra_decisions=extra_decisions):
-            place = places[episode.start.name]
-            number = place // per_part
-            part = parts.setdefault(number, {})
-            part[place] = episode
-            if len(part) == min(per_part, len(starts) - number * per_part):
-                episodes = [part[i] for i in sorted(parts.pop(number))]
-                file = folder / f"part-{number:05d}.h5"
-                written += write_part(file, episodes, spec.name, spec.cameras, about)
-            bar.update(1)
-    assert not parts, "every start was played once"
-    return written
+    plays, parts = [Play(start=start) for start in starts], _Parts(folder, pool.spec, len(starts), about)
+    with progress(total=len(starts), desc=f"record {folder.name}", unit="episode") as bar:
+        try:
+            for episode in rollout(pool, act, plays, keep_frames=True, extra_decisions=extra_decisions):
+                parts.add(places[episode.start.name], episode)
+                bar.update(1)
+        except BaseException as error:
+            parts.write_late()
+            error.add_note(f"{parts.played} of {len(starts)} episodes are in {folder}")
+            raise
+    return len(starts)

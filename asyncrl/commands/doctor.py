@@ -17,7 +17,7 @@ from asyncrl import registry
 from asyncrl.config.bounds import PIXELS, AtLeast, Bounded
 from asyncrl.config.help import MODELS, PROCESSES, ShortHelp
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctor.checks import Examination, examine, report
+from asyncrl.doctor.checks import CHECKS, Examination, examine, report
 from asyncrl.errors import ConfigError
 from asyncrl.facts import check_instruction
 
@@ -30,9 +30,10 @@ HELP: Final = ShortHelp(
     usage="[CONFIG.toml ...] [--flags]",
     about="Check everything that `asyncrl train` with the same settings needs on this host; nothing is "
     "started. Exit code 1 when it cannot run.",
-    groups={"The report": "--json --simulator --host", "Models": MODELS, "Processes": PROCESSES},
+    groups={"The report": "--json --long --simulator --host", "Models": MODELS, "Processes": PROCESSES},
     own={
         "--json": "A JSON list: name, verdict, seen, advice",
+        "--long": "Also try the world, measure disk and links, and wait for slow checks",
         f"{SIMULATOR} NAME": "Check a simulator instead",
         "--host N": "Number of this host, of --placement ...@HOST",
     },
@@ -49,6 +50,8 @@ class DoctorFlags(Bounded):
 
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print the findings as a JSON list."""
+    long: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Also try the world, measure disk and links, and wait for what takes more than 10 s."""
     host: Annotated[int, AtLeast(0, "hosts are numbered from 0.", "Use 0.", highest=9999)] = 0
     """Number of this host, of --placement ROLE=RANKS@HOST."""
 
@@ -102,8 +105,11 @@ def main(arguments: list[str]) -> int:
         from asyncrl.commands.train import read_settings
 
         examination = replace(examination, config=read_settings(arguments, HELP), where=" ".join(arguments))
-    findings = examine(examination)
-    return report(findings, own.json, "Training can run: asyncrl train", "Training cannot run")
+    left_out = (
+        "" if own.long else f"Not tried: {', '.join(one.name for one in CHECKS if one.long)} (--long).\n"
+    )
+    works = f"{left_out}Training can run: asyncrl train"
+    return report(examine(examination, quick=not own.long), own.json, works, "Training cannot run")
 
 
 def _check_simulator(config: SimulatorConfig) -> int:

@@ -22,10 +22,12 @@ from asyncrl.fitting.settings import (
     FitStarts,
     FitWorld,
     FromData,
+    Trained,
 )
 from asyncrl.fitting.sources import load_recordings
 from asyncrl.launch.job import read_job
 from asyncrl.storage.assets import policy_folder, start_states_path, world_folder
+from asyncrl.storage.untrusted import remove
 
 if TYPE_CHECKING:
     import torch
@@ -54,12 +56,18 @@ def main(arguments: list[str]) -> int:
         )
     import torch
 
+    from asyncrl.fitting.loop import Kept
+
     # float32 products round their inputs to TF32 where the GPU can: several times faster.
     torch.set_float32_matmul_precision("high")
+    kept = Kept.of(config) if isinstance(config, Trained) else None
+    if kept is not None and kept.check() and read_job().rank == 0:
+        print(f"goes on with the unfinished fit in {kept.folder}", flush=True)
     fits: dict[type, Callable[[Any], None]] = {FitPolicy: _fit_policy, FitWorld: _fit_world}
     fits |= {FitReward: _fit_reward, FitStarts: _write_states, FitKeyframes: _write_states}
     fits.get(type(config), _fit_decoder)(config)
     if read_job().rank == 0:
+        remove(kept.folder) if kept is not None else None
         print(f"done in {time.monotonic() - began:.0f} s", flush=True)
     return 0
 

@@ -29,7 +29,7 @@ from asyncrl.commands.train import read_settings
 from asyncrl.config.bounds import THREADS, AtLeast, Bounded
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.observability.signals import die_with_parent, interrupts_raised
+from asyncrl.observability.signals import die_with_parent
 from asyncrl.storage.atomic import read_json, write_text
 from asyncrl.storage.run_owner import acquire
 
@@ -227,18 +227,16 @@ def run_command(arguments: Sequence[str]) -> None:
     """Run an `asyncrl` command in a process group of its own that ends with this process."""
     print(f"\n$ asyncrl {shlex.join(arguments)}", flush=True)
     command, parent = [sys.executable, "-m", "asyncrl", *arguments], os.getpid()
-    with interrupts_raised():
-        child = subprocess.Popen(  # noqa: S603
-            command, process_group=0, preexec_fn=lambda: die_with_parent(parent)
-        )
-        try:
-            code = child.wait()
-        except KeyboardInterrupt:  # By SIGTERM and SIGHUP too: the command saves what it can.
-            os.killpg(child.pid, signal.SIGINT)
-            child.wait()
-            raise RunError(
-                f"stopped during `asyncrl {arguments[0]}`. The same command line continues."
-            ) from None
+    child = subprocess.Popen(  # noqa: S603
+        command, process_group=0, preexec_fn=lambda: die_with_parent(parent)
+    )
+    try:
+        code = child.wait()
+    except KeyboardInterrupt as ended:  # By SIGTERM and SIGHUP too: the command saves what it can.
+        os.killpg(child.pid, signal.SIGINT)
+        child.wait()
+        ended.add_note(f"stopped during `asyncrl {arguments[0]}`. The same command line continues.")
+        raise
     if code:
         raise RunError(
             f"`asyncrl {shlex.join(arguments)}` ended with exit code {code}. Its own message is above; the "

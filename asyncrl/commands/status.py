@@ -22,7 +22,6 @@ from asyncrl.storage.run_folder import RunSummary, State
 WRITING_SECONDS = 1.0  # Time for the processes to write their stacks
 CODES: Final[Mapping[State, int]] = {State.RUNNING: 0, State.DEAD: 1, State.FINISHED: 3, State.STOPPED: 4}
 """Exit codes; with --watch a finished run is 0."""
-INTERRUPTED: Final = 130  # Exit code when Ctrl-C ends --watch; the run goes on
 _CLEARED: Final = "\033[H\033[J"  # Clears a terminal
 
 
@@ -54,13 +53,10 @@ def main(arguments: list[str]) -> int:
     """Print a row per thread; return the exit code of the run's state (`CODES`)."""
     config: StatusConfig = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl status")
     run = Path(config.run).expanduser()
-    try:
+    state = _shown(run, config)
+    while config.watch and state is State.RUNNING:
+        time.sleep(config.every)  # Ended by the end of the run, or by Ctrl-C.
         state = _shown(run, config)
-        while config.watch and state is State.RUNNING:
-            time.sleep(config.every)  # Ended by the end of the run, or by Ctrl-C.
-            state = _shown(run, config)
-    except KeyboardInterrupt:
-        return INTERRUPTED
     if config.stacks and (files := process_status.dump_stacks(run)):
         time.sleep(WRITING_SECONDS)
         print("stacks: " + " ".join(map(str, files)), file=sys.stderr if config.json else sys.stdout)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from asyncrl import __version__
 from asyncrl.config.help import DRY_RUN, TRAIN, ShortHelp
 from asyncrl.config.run import TrainConfig, gone_settings, load_file, parse, split_files, to_toml
-from asyncrl.errors import ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch.job import Hosts, read_job
 from asyncrl.launch.placement import checked_placement, ranks_named, sizes_of_hosts
 from asyncrl.storage import run_folder
@@ -23,45 +25,67 @@ def dry_run(config: TrainConfig) -> int:
     First the refusals of `asyncrl train`, then the doctor's checks that start no process and write no file.
     Standard output gets the settings and nothing else, so that it can be a file. Other ranks do nothing.
     """
-    from asyncrl.doctor.checks import Examination, Verdict, examine, render
+    from asyncrl.doctor.checks import Examination, Verdict, examine, one_line, render
     from asyncrl.launch import console  # Loads torch, which --help must not.
 
     if read_job().rank:
         return 0
-    _refuse(config)
+    refused, said, checks = [], [*console.notes(config)], 0
+    for check in _refusals(config):
+        try:
+            check()
+        except AsyncRLError as error:
+            refused.append(one_line(error))
     examination = Examination(config=config)
-    said = [*console.notes(config)]
-    checks = 0
     for finding in examine(examination, reading_only=True):
         checks += 1
         if finding.verdict is Verdict.BROKEN:
-            raise ConfigError(f"{finding.seen} {finding.advice}".rstrip())
+            refused.append(f"{finding.seen} {finding.advice}".rstrip())
         if finding.verdict is Verdict.WARNING:
             said.append(render(finding))
     for line in said:
         print(line, file=sys.stderr)
     print(f"# asyncrl {__version__}: all settings of a run. Start it: asyncrl train FILE")
     print(to_toml(examination.config), end="", flush=True)
+    if refused:
+        raise ConfigError("\n".join(dict.fromkeys(refused)))
     print(f"{checks} checks passed. Nothing was started or written.", file=sys.stderr)
     return 0
 
 
-def _refuse(config: TrainConfig) -> None:
-    from asyncrl.doctor.host import existing_parent
-    from asyncrl.launch import endpoints
+def _refusals(config: TrainConfig) -> list[Callable[[], object]]:
+    """List the checks of a run before it begins; each refuses by itself, so that all that lacks is named."""
+    from asyncrl.launch import console, endpoints
     from asyncrl.launch.build import check_resumed
+    from asyncrl.launch.environment import check_environment
+    from asyncrl.launch.named_models import named_policy
     from asyncrl.learner.recipe import build_recipe
+    from asyncrl.simulators.interface import SimulatorSource
 
-    build_recipe(config.algorithm, config.correction, config.critic)
-    if not config.inline:
+    def placed() -> None:
         ranks = read_job().size if "RANK" in os.environ else ranks_named(config.placement)
         placement = checked_placement(config, ranks)
         hosts = Hosts.of_sizes(sizes_of_hosts(config.placement) or (ranks,))
         endpoints.check(config, placement, hosts, read_job())
+
+    simulator, keywords = config.evaluation.simulator, config.evaluation.simulator_settings
+    return [
+        partial(build_recipe, config.algorithm, config.correction, config.critic),
+        *([] if config.inline else [placed]),
+        partial(_check_folder, config),
+        *([partial(check_resumed, config)] if config.resume else []),
+        partial(console.check_sinks, config),
+        partial(named_policy, config.policy, config.policy_settings),
+        partial(check_environment, config),
+        *([SimulatorSource(name=simulator, settings=keywords).spec] if simulator else []),
+    ]
+
+
+def _check_folder(config: TrainConfig) -> None:
+    from asyncrl.doctor.host import existing_parent
+
     run_folder.check_free(config)
     folder = run_folder.locate(config)
-    if config.resume:
-        check_resumed(config)
     if not os.access(above := existing_parent(folder), os.W_OK | os.X_OK):
         raise ConfigError(f"--run-dir {folder} cannot be made: {above} is read-only. Choose another folder.")
 

@@ -9,6 +9,7 @@ import json
 import platform
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 DEADLINE: Final = 60.0  # seconds, by default
-PROGRESS_AFTER: Final = 2.0  # seconds until a check is named on stderr
+PROGRESS_AFTER, PROGRESS_EVERY = 2.0, 10.0  # seconds until a check is named on stderr, and named again
+QUICK: Final = 10.0  # seconds for all checks without --long
 NAME_WIDTH: Final = 14
 
 
@@ -133,6 +135,7 @@ class Check:
     deadline: float = DEADLINE  # seconds
     acts: bool = False
     """True if it writes files, opens sockets, starts processes, or computes."""
+    long: bool = False  # Left to --long.
 
 
 CHECKS: Final = (
@@ -147,10 +150,10 @@ CHECKS: Final = (
     Check(name="placement", where="gpus:check_placement"),
     Check(name="models", where="models:check_models", deadline=600.0),
     Check(name="device memory", where="gpus:check_device_memory"),
-    Check(name="world", where="models:check_world_model", deadline=300.0, acts=True),
+    Check(name="world", where="models:check_world_model", deadline=300.0, acts=True, long=True),
     Check(name="free disk", where="host:check_free_disk"),
-    Check(name="disk speed", where="host:check_disk_speed", acts=True),
-    Check(name="links", where="links:check_links", deadline=180.0, acts=True),
+    Check(name="disk speed", where="host:check_disk_speed", acts=True, long=True),
+    Check(name="links", where="links:check_links", deadline=180.0, acts=True, long=True),
 )
 """In the order of the report; checks that need the models' sizes follow them."""
 
@@ -217,17 +220,21 @@ def report(found: Iterable[Finding], as_json: bool, works: str, fails: str) -> i
     return int(bool(failed))
 
 
-def examine(examination: Examination, *, reading_only: bool = False) -> Iterator[Finding]:
-    """Run all checks in order, or with `reading_only` those that do not act."""
+def examine(
+    examination: Examination, *, reading_only: bool = False, quick: bool = False
+) -> Iterator[Finding]:
+    """Run all checks in order; with `reading_only` those that do not act, `quick` for `QUICK` s at most."""
     config = examination.config
     settings = f"{config.algorithm.kind}, {config.updates} updates, policy {config.policy}"
     yield ok("settings", f"{examination.where}: {settings}, world {config.world}")
     checks = [("Python", check_python, DEADLINE)]
     checks += [(needed.name, partial(check_package, needed), DEADLINE) for needed in requirements()]
-    chosen = [check for check in CHECKS if not (reading_only and check.acts)]
+    chosen = [one for one in CHECKS if not ((reading_only and one.acts) or (quick and one.long))]
     checks += [(check.name, partial(_call, check.where, examination), check.deadline) for check in chosen]
+    until = time.monotonic() + QUICK
     for name, action, deadline in checks:
-        if finding := run_check(name, action, deadline):
+        seconds = max(0.1, until - time.monotonic()) if quick else deadline
+        if finding := run_check(name, action, seconds, hurried=seconds < deadline):
             yield finding
 
 
@@ -236,8 +243,10 @@ def _call(where: str, examination: object) -> Finding | None:
     return getattr(importlib.import_module(f"asyncrl.doctor.{module}"), function)(examination)
 
 
-def run_check(name: str, check: Callable[[], Finding | None], deadline: float) -> Finding | None:
-    """Run a check; errors and timeouts become findings, so that the other checks still run.
+def run_check(
+    name: str, check: Callable[[], Finding | None], deadline: float, *, hurried: bool = False
+) -> Finding | None:
+    """Run a check; errors and timeouts, `hurried` as warnings, become findings: the other checks still run.
 
     The check runs on a thread, because a hanging file system or driver cannot be interrupted; the thread is
     then abandoned.
@@ -256,10 +265,14 @@ def run_check(name: str, check: Callable[[], Finding | None], deadline: float) -
             done.set()
 
     BlockingThread(run, f"check of {name}").start()
-    if not done.wait(min(PROGRESS_AFTER, deadline)):
-        print(f"{name}: still looking, for at most {deadline:g} s", file=sys.stderr, flush=True)
-        done.wait(deadline - PROGRESS_AFTER)
+    pause, left = PROGRESS_AFTER, deadline
+    until = time.monotonic() + deadline
+    while not done.wait(min(pause, left)) and (left := until - time.monotonic()) > 0:
+        print(f"{name}: still looking, for at most {left:.0f} s", file=sys.stderr, flush=True)
+        pause = PROGRESS_EVERY
     if found:
         return found[0]
+    if hurried:
+        return warning(name, f"not known after {QUICK:g} s in all.", "`asyncrl doctor --long` looks longer.")
     advice = "A disk, a network file system or a driver hangs; see `dmesg`."
     return broken(name, f"the check did not end within {deadline:g} s.", advice)

@@ -25,7 +25,7 @@ from asyncrl.devices.tensors import pick_device
 from asyncrl.doctor.checks import Examination, Finding, broken, ok, warning
 from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.launch.children import redirect_output
-from asyncrl.observability.signals import die_with_parent
+from asyncrl.observability.signals import die_with_parent, starting_child
 
 DEADLINE: Final = 60.0
 """Seconds; a pair that might not end within them is not begun."""
@@ -235,7 +235,8 @@ class _Child:
         self._pipe, theirs = context.Pipe()
         arguments = (theirs, os.getpid(), device, plan)
         self._process = context.Process(target=serve, args=arguments, daemon=True)
-        self._process.start()
+        with starting_child():
+            self._process.start()
         theirs.close()
 
     def send(self, message: list[int]) -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
 from asyncrl.facts import plain_task
+from asyncrl.observability.terminal import progress
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.simulators.tabletop.scene import TASKS
 
@@ -154,14 +155,12 @@ def evaluate(
     keep_frames: int = 0,
 ) -> tuple[Evaluation, list[SimulatedEpisode]]:
     """Play every episode with a progress bar; return success rates, and episodes in the order of `plays`."""
-    from tqdm import tqdm
-
     from asyncrl.simulators.rollout import rollout
 
     order = {play.key: place for place, play in enumerate(plays)}
     played: list[SimulatedEpisode] = []
     solved = 0
-    with tqdm(total=len(plays), desc="evaluate", unit="episode", mininterval=1.0) as bar:
+    with progress(total=len(plays), desc="evaluate", unit="episode") as bar:
         for episode in rollout(pool, act, plays, keep_frames=bool(on_frames or keep_frames)):
             if on_frames is not None:
                 on_frames(episode)

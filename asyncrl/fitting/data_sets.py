@@ -14,12 +14,12 @@ from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from asyncrl.config.bounds import PIXELS
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.recording_files import EpisodeArrays, FrameFile, Looks
 from asyncrl.fitting.settings import NONE, DataSetSettings
+from asyncrl.observability.terminal import progress
 from asyncrl.records import dummy_action
 from asyncrl.simulators.interface import SimStart
 from asyncrl.simulators.rollout import SimulatedEpisode
@@ -54,7 +54,7 @@ class DataSet(ABC):
         """Write the pictures of the first camera from a row on, and return the rest."""
         read: list[tuple[NDArray[np.float32], NDArray[np.bool_], str, int]] = []
         offsets, name = [0], f"read {self.path.name}"
-        bar = tqdm(self.episodes(), desc=name, unit="episode", delay=2, mininterval=2, leave=False)
+        bar = progress(self.episodes(), desc=name, unit="episode", delay=2, leave=False)
         for episode in bar:
             into.write(row + offsets[-1], episode.frames)
             offsets.append(offsets[-1] + len(episode.frames))

@@ -241,7 +241,7 @@ def fit_unet(
             draws=draw(generator, new.shape, history),
         )
 
-    return minimise("world", trained, loss_at, schedule, average=AVERAGE)
+    return minimise("world", trained, loss_at, schedule, average=AVERAGE, rngs=[generator])
 
 
 def camera_of(simulator: str, file: str) -> Camera:
@@ -306,13 +306,13 @@ def fit_poses(model: PoseModel, recordings: Recordings, schedule: Schedule) -> f
     rows_W = to_device(window_rows(recordings.offsets, lambda seen: seen[:, None] - 1), device)
     actions, poses = (to_device(part, device) for part in (recordings.actions, recordings.poses))
     generator = torch.Generator().manual_seed(schedule.seed)
-    own = replace(POSE_FIT, steps=min(schedule.steps, POSE_FIT.steps))
+    own = replace(POSE_FIT, steps=min(schedule.steps, POSE_FIT.steps), kept=schedule.kept)
 
     def loss_at(step: int) -> Tensor:
         rows = rows_W[torch.randint(len(rows_W), (own.batch,), generator=generator).to(device)]
         return pose_loss(model, actions[rows[:, 1:]], poses[rows[:, 1:]], poses[rows[:, 0]])
 
-    return minimise("poses", model, loss_at, own, weight_decay=0.0)
+    return minimise("poses", model, loss_at, own, weight_decay=0.0, rngs=[generator])
 
 
 @torch.no_grad()

@@ -14,12 +14,12 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from asyncrl.devices.tensors import to_uint8
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.loop import Schedule, minimise, prepared
 from asyncrl.fitting.world import reconstruction_loss, to_video
+from asyncrl.observability.terminal import progress
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.records import StartState
 from asyncrl.rewards.interface import RewardModel
@@ -91,7 +91,7 @@ def imagine_episodes(
     parts: list[tuple[Tensor, Tensor]] = []
     decoder = world.decoder
     try:
-        with tqdm(total=len(starts) * decisions, desc=name, unit="decision", mininterval=2.0) as bar:
+        with progress(total=len(starts) * decisions, desc=name, unit="decision") as bar:
             for begin in range(0, len(starts), batch):
                 world.decoder = recorder = Recorder(decoder)
                 some = starts[begin : begin + batch]
@@ -147,7 +147,7 @@ def fit_decoder(decoder: nn.Module, imagined: ImaginedVideos, schedule: Schedule
         return reconstruction_loss(drawn, to_video(imagined.frames[rows].to(device)), background_3HW)
 
     decoder.train()
-    loss = minimise("decoder", decoder, loss_at, schedule, average=0.998)
+    loss = minimise("decoder", decoder, loss_at, schedule, average=0.998, rngs=[generator])
     decoder.eval()
     return loss
 
@@ -160,7 +160,7 @@ def compare(
     device = next(decoder.parameters()).device
     decibels: list[Tensor] = []
     verdicts: list[tuple[Tensor, Tensor]] = []
-    for begin in tqdm(range(0, len(held_out), COMPARED), desc="compare", mininterval=2.0):
+    for begin in progress(range(0, len(held_out), COMPARED), desc="compare"):
         rows = slice(begin, begin + COMPARED)
         drawn = to_uint8(decoder(held_out.latents[rows].to(device))).permute(0, 2, 3, 4, 1)[:, OPENING:]
         wanted = held_out.frames[rows].to(device)[:, OPENING:]

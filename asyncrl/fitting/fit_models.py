@@ -190,10 +190,11 @@ def fit_policy(
     frames = [recordings.frames] if drawn is None else [recordings.frames, drawn]
     device, resident = policy.device, pictures_on_device
     sources = [BatchSource(shown_to(policy, some), device, resident=resident) for some in frames]
-    loss_at = _imitation(policy, recordings, sources, schedule, jitter)
+    generator = torch.Generator(device).manual_seed(schedule.seed)
+    loss_at = _imitation(policy, recordings, sources, schedule, jitter, generator)
     policy.train()
     schedule = replace(schedule, warmup=min(WARMUP, schedule.steps // 10))
-    loss = minimise("policy", policy, loss_at, schedule, average=average)
+    loss = minimise("policy", policy, loss_at, schedule, average=average, rngs=[generator])
     policy.eval()
     return loss
 
@@ -204,9 +205,9 @@ def _imitation(
     sources: list[BatchSource],
     schedule: Schedule,
     jitter: float,
+    generator: torch.Generator,
 ) -> Callable[[int], Tensor]:
     device, names = policy.device, sorted(set(recordings.tasks))
-    generator = torch.Generator(device).manual_seed(schedule.seed)
     tokens_FA, rows_N, tasks_F = (
         torch.from_numpy(array).to(device)
         for array in (
@@ -287,7 +288,7 @@ def fit_reward(reward: ResNetReward, recordings: Recordings, drawn: Frames, sche
         return binary_cross_entropy_with_logits(logits, torch.from_numpy(labels).to(device).float())
 
     reward.network.train()
-    loss = minimise("reward", reward.network, loss_at, schedule)
+    loss = minimise("reward", reward.network, loss_at, schedule, rngs=[rng])
     reward.network.eval()
     return loss
 

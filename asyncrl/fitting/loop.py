@@ -6,23 +6,35 @@ rounding.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim.swa_utils import get_ema_multi_avg_fn
-from tqdm import tqdm
 
 from asyncrl.devices.tensors import to_device
-from asyncrl.errors import ConfigError, RunError
+from asyncrl.errors import CheckpointError, ConfigError, RunError, first_line
 from asyncrl.fitting.recording_files import Frames, blocks
 from asyncrl.observability import process_status
+from asyncrl.observability.signals import held
+from asyncrl.observability.terminal import progress
+from asyncrl.storage.assets import world_folder
+from asyncrl.storage.atomic import publish, read_json, unfinished, write_json
+from asyncrl.storage.checkpoint_state import copy_state, read_state, write_state
+from asyncrl.storage.untrusted import remove
 
 WARMUP: Final = 200
+SETTINGS: Final = "settings.json"
+KEPT_AFTER: Final = 300.0  # Seconds between two states of a fit that are kept: 20 times as long as it takes.
 ON_DEVICE: Final = 0.4  # Share of a GPU's free memory that the pictures of one source may take.
 
 
@@ -40,6 +52,42 @@ ONE_RANK: Final = FitRanks()
 
 
 @dataclass(frozen=True, kw_only=True)
+class Kept:
+    """The state of an unfinished fit, in a folder next to its output: `minimise` goes on from it.
+
+    settings.json           what the fit was begun with
+    STAGE/*.safetensors     weights, averages and moments (`storage.checkpoint_state`)
+    STAGE/progress.json     steps done, their losses, and the states of the random generators
+    """
+
+    folder: Path
+    settings: dict[str, Any]
+
+    @classmethod
+    def of(cls, config: Any) -> Kept:
+        """Return where a fit of these settings keeps its state; `folder` need not exist."""
+        out = Path(getattr(config, "out", "") or world_folder(str(config.world)))
+        settings = {name: value for name, value in asdict(config).items() if name != "device"}
+        files = [file for path in getattr(config, "data", ()) for file in (path, *path.rglob("*"))]
+        settings["bytes of --data"] = sum(file.stat().st_size for file in files if file.is_file())
+        folder = out.absolute().with_name(f"{out.absolute().name}.fit-{type(config).__name__[3:].lower()}")
+        return cls(folder=folder, settings=json.loads(json.dumps(settings, default=str)))
+
+    def check(self) -> bool:
+        """Return True if there is a state to go on from; a ConfigError if it is of other settings."""
+        if not (self.folder / SETTINGS).exists():
+            return False
+        begun = read_json(self.folder / SETTINGS)
+        for name, value in self.settings.items():
+            if begun.get(name) != value:
+                raise ConfigError(
+                    f"{self.folder} holds an unfinished fit with {name} {begun.get(name)}, not {value}. Use "
+                    "the settings that it was begun with, or delete the folder to begin anew."
+                )
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
 class Schedule:
     """Steps, batch and speed of a fit, and how each batch is shared out."""
 
@@ -51,6 +99,7 @@ class Schedule:
     compiled: bool = False
     micro_batch: int = 0  # Examples that a rank computes at once; 0: all of its own.
     ranks: FitRanks = ONE_RANK
+    kept: Kept | None = None
 
     @classmethod
     def of(cls, config: Any, ranks: FitRanks = ONE_RANK) -> Schedule:
@@ -63,6 +112,7 @@ class Schedule:
             compiled=getattr(config, "compile", False),
             micro_batch=getattr(config, "micro_batch", 0),
             ranks=ranks,
+            kept=Kept.of(config),
         )
 
     @property
@@ -175,19 +225,26 @@ def minimise(
     *,
     weight_decay: float = 0.01,
     average: float = 0.0,
+    rngs: Sequence[torch.Generator | np.random.Generator] = (),
 ) -> float:
-    """Train `module` with AdamW and return the mean loss of the last tenth.
+    """Train `module` with AdamW and return the mean loss of the last tenth; goes on from `schedule.kept`.
 
-    `loss_at` computes a loss ``[]`` of part ``i % parts`` of step ``i // parts``. `average` is the decay of
-    the moving average of the weights, which replaces them at the end; 0: none.
+    Args:
+        loss_at: Computes a loss, ``[]`` float32, with gradient: of step i; with several micro-batches of
+            part ``i % parts`` of step ``i // parts``.
+        average: Decay of the moving average of the weights, which replaces them at the end; 0: none.
+        rngs: The generators that `loss_at` draws from.
     """
     optimizer, parts = _adamw(module, weight_decay), schedule.parts
     parameters = [p for p in module.parameters() if p.requires_grad]
     averaged = [p.detach().clone() for p in parameters] if average else []
-    losses: list[Tensor] = []
-    hidden = schedule.ranks.rank > 0
-    bar = tqdm(range(schedule.steps), desc=name, mininterval=2.0, dynamic_ncols=True, disable=hidden)
-    for step in bar:
+    names = [n for n, p in module.named_parameters() if p.requires_grad]
+    tensors = dict(zip(names, parameters, strict=True)) | dict(module.named_buffers())
+    tensors |= {f"average of {n}": mean for n, mean in zip(names, averaged, strict=bool(averaged))}
+    state = _State(name, schedule, tensors, optimizer, rngs)
+    losses = state.losses
+
+    def make(step: int) -> None:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(step, schedule)
         optimizer.zero_grad(set_to_none=True)
@@ -199,16 +256,110 @@ def minimise(
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         losses.append(whole)
-        process_status.progress()
         if average:
             decay = min(average, (1 + step) / (10 + step))
             get_ema_multi_avg_fn(decay)(averaged, [p.detach() for p in parameters], step)
-        if (step + 1) % 100 == 0:
-            bar.set_postfix(loss=f"{_finite_mean(name, losses[-100:], schedule.ranks):.4f}")
+
+    shown = {"desc": name, "initial": len(losses), "disable": schedule.ranks.rank > 0}
+    with state.kept(), progress(total=schedule.steps, **shown) as bar:
+        for step in range(len(losses), schedule.steps):
+            with held():  # A state between two steps cannot be continued.
+                make(step)
+            process_status.progress()
+            bar.update(1)
+            if (step + 1) % 100 == 0:
+                bar.set_postfix(loss=f"{_finite_mean(name, losses[-100:], schedule.ranks):.4f}")
+            state.keep_if_due()
     with torch.no_grad():
         for parameter, mean in zip(parameters, averaged, strict=bool(averaged)):
             parameter.copy_(mean)
     return _finite_mean(name, losses[-max(1, schedule.steps // 10) :], schedule.ranks)
+
+
+class _State:
+    """What a stage of a fit changes from step to step; kept every few minutes, and when it is interrupted."""
+
+    def __init__(
+        self,
+        stage: str,
+        schedule: Schedule,
+        tensors: dict[str, Any],
+        optimizer: torch.optim.Optimizer,
+        rngs: Sequence[torch.Generator | np.random.Generator],
+    ) -> None:
+        self.losses: list[Tensor] = []  # [] each, one per step done.
+        self._tensors, self._optimizer = tensors, optimizer
+        self._device = next(iter(tensors.values())).device
+        on_gpu = torch.cuda.default_generators if self._device.type == "cuda" else ()
+        self._rngs = (torch.default_generator, *on_gpu, *rngs)
+        self._stage, self._schedule, self._kept = stage, schedule, schedule.kept
+        if self._kept is not None and (self._kept.folder / stage).is_dir():
+            self._read(self._kept.folder / stage)
+        self._due = time.monotonic() + KEPT_AFTER
+
+    def _read(self, folder: Path) -> None:
+        try:
+            read_state(folder, self._tensors, self._optimizer)
+            saved = read_json(folder / "progress.json")
+            for rng, state in zip(self._rngs, saved["rngs"], strict=True):
+                if isinstance(rng, torch.Generator):
+                    rng.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
+                else:
+                    rng.bit_generator.state = json.loads(state)
+            self.losses = [*torch.tensor(saved["losses"], device=self._device)]
+        except (CheckpointError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"The unfinished fit in {folder} cannot be read ({first_line(error)}). Delete "
+                f"{folder.parent} to begin anew."
+            ) from error
+
+    def _write(self) -> None:  # A collective of all ranks.
+        assert self._kept is not None
+        began, folder, ranks = time.monotonic(), self._kept.folder / self._stage, self._schedule.ranks
+        part = unfinished(folder)
+        if ranks.rank == 0:
+            remove(part)
+            part.mkdir(parents=True)
+            write_json(folder.parent / SETTINGS, self._kept.settings)
+        ranks.sum(torch.zeros(1, device=self._device))  # The folder is there.
+        write_state(copy_state(self._tensors, self._optimizer, ranks.rank), part, ranks.rank)
+        ranks.sum(torch.zeros(1, device=self._device))  # All have written.
+        if ranks.rank == 0:
+            states = [
+                r.get_state().numpy().tobytes().hex()
+                if isinstance(r, torch.Generator)
+                else json.dumps(r.bit_generator.state)
+                for r in self._rngs
+            ]
+            content = {"rngs": states, "losses": torch.stack(self.losses).tolist()}
+            write_json(part / "progress.json", content)
+            publish(part, folder)
+        self._due = time.monotonic() + max(KEPT_AFTER, 20 * (time.monotonic() - began))
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Write it too when the block is interrupted, and at its end if another stage follows."""
+        if self._kept is None:
+            yield
+            return
+        try:
+            yield
+        except KeyboardInterrupt as ended:
+            if self._schedule.ranks.size == 1 and self.losses:  # Several ranks are not at the same step.
+                self._write()
+                done = f"step {len(self.losses)} of {self._schedule.steps} of `{self._stage}`"
+                ended.add_note(f"{done} is kept: the same command goes on from it")
+            raise
+        if not self._kept.folder.name.endswith(self._stage):
+            self._write()
+
+    def keep_if_due(self) -> None:
+        """Write it if it was long ago: on all ranks if it was on rank 0."""
+        ranks, late = self._schedule.ranks, time.monotonic() >= self._due
+        if self._kept is None or len(self.losses) % ranks.size:  # Ranks that ask each other take time.
+            return
+        if ranks.size == 1 or ranks.sum(torch.tensor(float(late and not ranks.rank), device=self._device)):
+            self._write()
 
 
 def _adamw(module: nn.Module, weight_decay: float) -> torch.optim.AdamW:

@@ -102,4 +102,4 @@ def fit_transformer(transformer: STDiT3, windows: FrameWindows, schedule: Schedu
         chosen = torch.randint(len(windows.rows), (schedule.batch,), generator=generator).to(device)
         return window_loss(velocity, *windows.take(chosen), generator=generator)
 
-    return minimise("world", transformer, loss_at, schedule, average=AVERAGE)
+    return minimise("world", transformer, loss_at, schedule, average=AVERAGE, rngs=[generator])

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from tqdm import tqdm
 
 from asyncrl.errors import AssetError, ConfigError, first_line
 from asyncrl.fitting import recording_files as recordings
@@ -18,6 +17,7 @@ from asyncrl.fitting.lerobot import LeRobotFolder, is_lerobot
 from asyncrl.fitting.recording_files import RATE, UNREADABLE, FrameFile, RecordingFile, Recordings, hdf5_files
 from asyncrl.fitting.robomimic import RobomimicFile, holds_libero
 from asyncrl.fitting.settings import DataSetSettings
+from asyncrl.observability.terminal import progress
 from asyncrl.storage.untrusted import open_hdf5
 
 _log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def load_recordings(paths: Iterable[Path], settings: DataSetSettings = AS_STORED
     looks = sources[0].looks
     starts = np.cumsum([0, *(source.frames for source in sources)])
     frames = FrameFile((int(starts[-1]), looks.height, looks.width, 3))
-    bar = tqdm(sources, desc="unpack", unit="file", delay=2, leave=False)
+    bar = progress(sources, desc="unpack", unit="file", delay=2, leave=False, disable=len(sources) == 1)
     parts = [source.read(frames, int(start)) for source, start in zip(bar, starts, strict=False)]
     ends = [part.offsets[1:] + start for part, start in zip(parts, starts, strict=False)]
     without = [source.path for source, part in zip(sources, parts, strict=True) if not len(part.poses)]
@@ -114,7 +114,7 @@ def import_data_sets(data_sets: Sequence[DataSet], folder: Path) -> int:
             about: dict[str, object] = {"imported": data_set.path.name}
             if looks.rate:
                 about[RATE] = looks.rate
-            bar = tqdm(data_set.episodes(), desc=f"import {data_set.path.name}", unit="episode", delay=2)
+            bar = progress(data_set.episodes(), desc=f"import {data_set.path.name}", unit="episode", delay=2)
             stream = iter(bar)
             for first in stream:
                 count = recordings.episodes_per_part(first.frames.nbytes + first.more_frames.nbytes)

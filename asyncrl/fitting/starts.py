@@ -13,13 +13,13 @@ from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from asyncrl.errors import ConfigError, first_line
 from asyncrl.facts import check_instruction
 from asyncrl.fitting.data_sets import decode_picture, place_picture
 from asyncrl.fitting.recording_files import Recordings
 from asyncrl.fitting.settings import DataSetSettings
+from asyncrl.observability.terminal import progress
 from asyncrl.records import ACTION_DIM, CHUNK, StartState
 from asyncrl.storage.atomic import replacing
 from asyncrl.storage.untrusted import read_bytes
@@ -203,7 +203,7 @@ def write_trajectories(recordings: Recordings, folder: Path) -> tuple[int, int]:
     if any(folder.glob("*.npy")):
         raise ConfigError(f"{folder} already holds trajectories; they are not overwritten. Choose another.")
     written = 0
-    for episode in tqdm(range(len(recordings)), desc="export", unit="episode", mininterval=2.0):
+    for episode in progress(range(len(recordings)), desc="export", unit="episode"):
         span = recordings.span(episode)
         _write(folder / f"traj{episode:05d}.npy", recordings, episode, [0])
         for step in keyframes(recordings.actions[span], recordings.success[span]):

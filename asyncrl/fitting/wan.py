@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from asyncrl.devices.tensors import to_uint8
 from asyncrl.errors import ConfigError
@@ -34,6 +33,7 @@ from asyncrl.fitting.world import (
     to_video,
 )
 from asyncrl.observability import process_status
+from asyncrl.observability.terminal import progress
 from asyncrl.records import ACTION_DIM, CHUNK, dummy_action
 from asyncrl.worlds.wan.files import open_world, rewrite_world
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
@@ -183,7 +183,7 @@ def encode_recordings(
         batch = rows_at_once(device, most, 1 + 4 * (length - 2), height * width * 3)
         batches += [alike[begin : begin + batch] for begin in range(0, len(alike), batch)]
     rounds = range(0, len(batches), ranks.size)
-    for begin in tqdm(rounds, desc="encode", mininterval=2.0, disable=ranks.rank > 0):
+    for begin in progress(rounds, desc="encode", disable=ranks.rank > 0):
         together = batches[begin : begin + ranks.size]
         for episodes in together[ranks.rank : ranks.rank + 1]:
             steps = np.arange(1 + 4 * (int(lengths[episodes[0]]) - 2))
@@ -206,7 +206,7 @@ def redraw(vae: WanVae, latents: Latents, recordings: Recordings) -> FrameFile:
     frames = FrameFile((shape[0], height, width, 3))
     device, lengths = latents.all.device, np.diff(latents.offsets)
     most = DRAWN_AT_ONCE["cuda" if device.type == "cuda" else "cpu"]
-    for length in tqdm(np.unique(lengths).tolist(), desc="redraw", mininterval=2.0):
+    for length in progress(np.unique(lengths).tolist(), desc="redraw"):
         batch = rows_at_once(device, most, 1 + 4 * (length - 1), height * width * 3)
         alike = np.flatnonzero(lengths == length)
         # As few batches as can be, of equal sizes: the last one is not smaller by far.
@@ -318,16 +318,21 @@ def fit_transformer(
     transformer: ActionWanTransformer, windows: Windows, schedule: Schedule, *, context_sigma: float
 ) -> float:
     """Train by flow matching on the two new latents; return the mean loss of the last tenth."""
-    losses = window_losses(transformer, windows, schedule, context_sigma=context_sigma)
-    return minimise("world", transformer, losses, schedule, average=0.9995)
+    generator = torch.Generator().manual_seed(schedule.seed)
+    losses = window_losses(transformer, windows, schedule, generator, context_sigma=context_sigma)
+    return minimise("world", transformer, losses, schedule, average=0.9995, rngs=[generator])
 
 
 def window_losses(
-    transformer: ActionWanTransformer, windows: Windows, schedule: Schedule, *, context_sigma: float
+    transformer: ActionWanTransformer,
+    windows: Windows,
+    schedule: Schedule,
+    generator: torch.Generator,
+    *,
+    context_sigma: float,
 ) -> Callable[[int], Tensor]:
     """Return the losses for `minimise`, with noise of so many sigma on the memory latent."""
     # All ranks draw a whole step's windows and noise: a step is the same however it is shared out.
-    generator = torch.Generator().manual_seed(schedule.seed)
     device = next(transformer.parameters()).device
     velocity = prepared(transformer, device, compiled=schedule.compiled)
     own: list[Tensor] = []

@@ -22,13 +22,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from tqdm import tqdm
 
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.fitting.loop import BatchSource, Schedule, minimise, prepared
 from asyncrl.fitting.recording_files import FrameFile, Recordings
 from asyncrl.fitting.settings import CONTEXT_SIGMA, Size
+from asyncrl.observability.terminal import progress
 from asyncrl.records import CHUNK
 from asyncrl.worlds.files import AS_SAVED, world_class, world_kind
 from asyncrl.worlds.layers import FrameVae
@@ -210,7 +210,7 @@ class FittedWorld(ABC):
             background_B3HW = backgrounds_N3HW[torch.from_numpy(scenes_E[episodes]).to(device)]
             return reconstruction_loss(drawn, video, background_B3HW) + PRIOR_WEIGHT * latents.square().mean()
 
-        loss = minimise("vae", self.autoencoder, loss_at, schedule, average=0.999)
+        loss = minimise("vae", self.autoencoder, loss_at, schedule, average=0.999, rngs=[rng, generator])
         with torch.no_grad():
             clips = (self.clips(recordings, MEASURED_CLIPS, rng)[0] for _ in range(MEASUREMENTS))
             videos = (to_video(frames.take(rows)) for rows in clips)
@@ -312,7 +312,7 @@ def pieces(count: int, side: int, device: torch.device, name: str) -> Iterator[s
     """Cut the rows of ``count`` square pictures into slices that are encoded or drawn at once."""
     pixels = PIXELS_ON_GPU if device.type == "cuda" else PIXELS_ON_CPU
     size = max(1, pixels // side**2)
-    for begin in tqdm(range(0, count, size), desc=name, mininterval=2.0):
+    for begin in progress(range(0, count, size), desc=name):
         yield slice(begin, min(begin + size, count))
 
 

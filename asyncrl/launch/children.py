@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.observability import waits
-from asyncrl.observability.signals import StopFlag, die_with_parent, expect_exit, raise_limit
+from asyncrl.observability.signals import StopFlag, die_with_parent, expect_exit, raise_limit, starting_child
 from asyncrl.storage.untrusted import open_regular
 
 REPLAY: Final = "replay"  # the child that keeps the episodes
@@ -57,9 +57,6 @@ def run_child(name: str, target: str, args: tuple[object, ...], log_path: str) -
     assert parent.pid is not None
     redirect_output(log_path)
     die_with_parent(parent.pid)
-    # The terminal signals the whole process group; only the learner answers, and ends the others in order.
-    for of_the_terminal in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(of_the_terminal, signal.SIG_IGN)
     # The lock of its own is a semaphore of the system, which stays behind when this process is killed.
     tqdm.set_lock(threading.RLock())
     raise_limit()
@@ -156,7 +153,8 @@ class Supervisor:
         # Daemonic: a parent that ends by an error takes its children along instead of waiting for them.
         context = multiprocessing.get_context("spawn")
         child = context.Process(target=run_child, args=(self.name, *self._call), name=self.name, daemon=True)
-        child.start()
+        with starting_child():  # The terminal signals the whole group; only the learner answers.
+            child.start()
         self._born = self._clock()
         return child
 

@@ -22,7 +22,7 @@ from asyncrl.config.run import TrainConfig, overlay
 from asyncrl.errors import AttemptEnded, ConfigError
 from asyncrl.launch.children import log_errors
 from asyncrl.messaging.keys import ClientKeys, load_client_keys
-from asyncrl.observability.signals import StopFlag, interrupts_raised, raise_limit
+from asyncrl.observability.signals import StopFlag, raise_limit
 from asyncrl.registry import MODELS
 
 if TYPE_CHECKING:
@@ -73,11 +73,8 @@ def run(settings: JoinOptions) -> int:
     name, keys = _pick_name(settings.name), pick_key(settings)
     while True:
         try:
-            with interrupts_raised():
-                joined = _join(settings, name, keys)
+            joined = _join(settings, name, keys)  # Interrupted, it has no grants yet.
             over = _imagine(joined)
-        except KeyboardInterrupt:
-            return 0  # It has no grants yet.
         except AttemptEnded as ended:
             print(f"{name}: {ended} What the replay does not have is given up; it joins again", flush=True)
             joined = None  # Its models make room for those that are loaded next.

@@ -6,15 +6,19 @@ import atexit
 import contextlib
 import ctypes
 import errno
+import math
 import os
 import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Final
+
+from asyncrl.errors import end_at_once, handle_signals
 
 # --- stop requests ---
 
@@ -43,17 +47,6 @@ class StopFlag:
 
 
 @contextmanager
-def interrupts_raised() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP, like SIGINT, raise KeyboardInterrupt within the block; main thread only."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    with _handled(interrupt, *_ENDING):
-        yield
-
-
-@contextmanager
 def _handled(handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
     # A SIGHUP that is ignored from the start stays so: that is how `nohup` works.
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -64,6 +57,74 @@ def _handled(handler: Callable[[int, FrameType | None], None], *numbers: signal.
     finally:
         for number, former in before.items():
             signal.signal(number, former)
+
+
+# --- the signals of a command, but where a `StopFlag` listens ---
+
+_SAME_REQUEST: Final = 1.0  # Seconds within which signals are one: torchrun repeats the terminal's.
+_asked = -math.inf  # When the command was first asked to end.
+_held = _late = 0  # Depth of `held` blocks, and the signal that arrived in one.
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt of the signal; at a second request, or while modules are imported, end at once.
+
+    An interrupted import fails in ways of its own, and has nothing to save.
+    """
+    global _asked, _late
+    if (now := time.monotonic()) - _asked < _SAME_REQUEST:
+        return
+    again, _asked = _asked > 0, now
+    if again or (not _held and _imports(frame)):
+        end_at_once(number)
+    if _held:
+        _late = number
+    else:
+        raise KeyboardInterrupt(number)
+
+
+def _imports(frame: FrameType | None) -> bool:
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None
+
+
+def repeat_lost(lost: sys.UnraisableHookArgs) -> None:
+    """Send a signal again whose KeyboardInterrupt was lost in a destructor (`sys.unraisablehook`)."""
+    global _asked
+    if not isinstance(lost.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(lost)
+        return
+    _asked = -math.inf
+    threading.Timer(0.01, os.kill, (os.getpid(), *lost.exc_value.args)).start()
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Let `interrupt` raise at the end of the block, so that the block is done whole; main thread only."""
+    global _held, _late
+    _held += 1
+    try:
+        yield
+    finally:
+        _held -= 1
+        if _late and not _held:
+            number, _late = _late, 0
+            raise KeyboardInterrupt(number)
+
+
+@contextmanager
+def starting_child() -> Iterator[None]:
+    """Keep the terminal's signals from processes that the block starts, also while these import modules."""
+    from multiprocessing import resource_tracker
+
+    resource_tracker.ensure_running()  # Its start would unblock them.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+    try:
+        with held():
+            yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # --- ends ---
@@ -94,7 +155,12 @@ def expect_exit(code: int) -> int:
 # Exit handlers run in reverse order: a program imports this module before those that register others.
 @atexit.register
 def _end() -> None:
-    if _exit_code is None or not any(isinstance(thread, BlockingThread) for thread in threading.enumerate()):
+    if _exit_code is None:
+        return
+    handle_signals(
+        signal.SIG_IGN
+    )  # Python is about to restore the defaults, which would change the exit code.
+    if not any(isinstance(thread, BlockingThread) for thread in threading.enumerate()):
         return
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, AttributeError, ValueError):  # Closed, or without a reader.

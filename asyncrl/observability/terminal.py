@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple, TextIO
+from typing import Any, Final, NamedTuple, TextIO
 
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
@@ -29,6 +29,8 @@ STALLED_SECONDS: Final = 5.0
 """Longest wait of a line for a console that takes nothing; later lines do not wait until it takes one."""
 _AT_ONCE: Final = select.PIPE_BUF
 """Bytes that a writable pipe takes without blocking."""
+LINE_SECONDS: Final = 30.0
+LINE_COLUMNS: Final = 80
 _GONE: Final = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)
 _CLEARED: Final = "\r\033[K"  # moves to the line's beginning and clears it
 
@@ -55,6 +57,26 @@ def hanging(head: str, text: str, *, least: int = 20) -> str:
     lines = textwrap.wrap(text, width - indent, break_long_words=False, break_on_hyphens=False) or [""]
     first = [head + lines[0]] if indent == len(head) else [head.rstrip(), " " * indent + lines[0]]
     return "\n".join([*first, *(" " * indent + line for line in lines[1:])])
+
+
+class _Lines(io.TextIOBase):
+    """Stands in for stderr where it is no terminal: writes what a bar draws as lines."""
+
+    def write(self, text: str, /) -> int:
+        if line := text.strip():
+            print(line, file=sys.stderr, flush=True)
+        return len(text)
+
+
+def progress(items: Any = None, **options: Any) -> Any:
+    """Return tqdm's bar, not shown below another; without a terminal a line every `LINE_SECONDS`."""
+    from tqdm import tqdm
+
+    options["disable"] = options.get("disable", False) or bool(getattr(tqdm, "_instances", ()))
+    if sys.stderr.isatty():
+        return tqdm(items, **{"mininterval": 1.0, "dynamic_ncols": True} | options)
+    lines = {"file": _Lines(), "mininterval": LINE_SECONDS, "delay": LINE_SECONDS, "ncols": LINE_COLUMNS}
+    return tqdm(items, **options | lines)
 
 
 class ConsoleStream(io.TextIOBase):

@@ -17,6 +17,7 @@ import tyro
 from asyncrl.config.bounds import Bounded
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.facts import plain_task
+from asyncrl.observability.terminal import progress
 from asyncrl.records import Episode
 from asyncrl.replay.events import Dropped, Event, Filtered, Granted, Ready, Used, read_entries, read_events
 from asyncrl.replay.group_file import read_group, read_group_file
@@ -44,9 +45,7 @@ def bar(value: float, most: float) -> str:
 
 def watched(items: Sequence[Item] | Iterable[Item], what: str) -> Iterator[Item]:
     """Yield the items; after 2 s a progress bar appears on stderr, and it goes away at the end."""
-    from tqdm import tqdm
-
-    return iter(tqdm(items, desc=what, delay=2, leave=False))
+    return iter(progress(items, desc=what, delay=2, leave=False))
 
 
 def _is_number(text: str) -> bool:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import AssetError, AsyncRLError, ConfigError, RunError
 from asyncrl.observability import waits
+from asyncrl.observability.signals import starting_child
 from asyncrl.simulators.interface import Demonstrator, SimStart, Simulator, SimulatorSource, SimulatorSpec
 from asyncrl.simulators.pool_worker import Frames, Message, Worker, pack, plain_tuples, unpack, worker_main
 
@@ -88,7 +89,8 @@ class _WorkerProcess:
         self.process: BaseProcess = context.Process(
             target=worker_main, name=self.name, args=(theirs, source, os.getpid()), daemon=True
         )
-        self.process.start()
+        with starting_child():  # Ctrl-C is this process's to handle; it closes the pipe.
+            self.process.start()
         theirs.close()
 
     def send(self, request: Message) -> None:

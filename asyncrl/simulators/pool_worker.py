@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -198,8 +197,6 @@ def _receive(pipe: Connection, inbox: SimpleQueue[list[Any]]) -> None:
 def worker_main(pipe: Connection, source: SimulatorSource, parent: int) -> None:
     """Serve requests until the pipe closes; errors go to the parent as messages."""
     die_with_parent(parent)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # As a lost terminal is:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes the pipe.
     os.environ.setdefault("LP_NUM_THREADS", "0")  # Mesa draws in this thread: one core per worker.
     simulator: Simulator | None = None
     try:

@@ -81,7 +81,8 @@ def copy_state(parameters: Parameters, optimizer: Optimizer, rank: int) -> dict[
         # With two mesh dimensions every row of ranks has all shards; the first row writes them.
         return tensor.device_mesh.ndim == 1 or tensor.device_mesh.get_local_rank(0) == 0
 
-    return {name: tensor.to("cpu", copy=True) for name, tensor in state.items() if is_mine(tensor)}
+    copies = {name: tensor.to("cpu", copy=True) for name, tensor in state.items() if is_mine(tensor)}
+    return {name: copy.contiguous() for name, copy in copies.items()}  # safetensors takes no other format
 
 
 def write_state(state: Mapping[str, Tensor], folder: Path, rank: int) -> None:

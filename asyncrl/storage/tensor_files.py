@@ -30,9 +30,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from tqdm import tqdm
 
 from asyncrl.errors import CheckpointError, first_line
+from asyncrl.observability.terminal import progress
 from asyncrl.storage.atomic import read_json, replacing, write_json
 from asyncrl.storage.untrusted import parse_json
 
@@ -306,7 +306,7 @@ class TensorFiles:
     def stream(self, names: Iterable[str], *, what: str) -> Iterator[tuple[str, Tensor]]:
         """Yield name and CPU tensor in order; threads read `READERS` ahead. `what` titles the progress."""
         wanted = list(names)
-        bar = tqdm(desc=what, unit="B", unit_scale=True, delay=2, mininterval=1.0, leave=False)
+        bar = progress(desc=what, unit="B", unit_scale=True, delay=2, leave=False)
         bar.total = sum(self.spec(name).nbytes for name in wanted)
         with ThreadPoolExecutor(READERS) as readers, bar:
             reads = (readers.submit(self.read, name) for name in wanted)
@@ -356,7 +356,7 @@ def fill(
     wanted, ready = list(module.state_dict()), dict[str, Tensor]()
     # One buffer, since memory that is freed after each tensor would be fragmented by those that stay.
     buffer = torch.empty(max((files.spec(name).nbytes for name in wanted), default=0), dtype=torch.uint8)
-    for name in tqdm(wanted, desc=Path(files.label).name, unit="tensor", delay=2, mininterval=2, leave=False):
+    for name in progress(wanted, desc=Path(files.label).name, unit="tensor", delay=2, leave=False):
         tensor = files.read(name, buffer)
         floating = torch.float32 if name in exact else dtype
         ready[name] = tensor.to(device, floating if tensor.is_floating_point() else tensor.dtype, copy=True)

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn import functional
-from tqdm import tqdm
 
 from asyncrl.errors import AssetError, first_line
+from asyncrl.observability.terminal import progress
 from asyncrl.records import ACTION_DIM, POSE_DIM, StartState
 from asyncrl.storage.untrusted import read_bytes
 
@@ -45,7 +45,7 @@ def load_trajectories(folder: Path, *, keyframes: bool, image_size: int = 0) -> 
             f"{folder} holds no trajectories to start from (looked for *.npy"
             f"{'' if keyframes else ' without _kir, because of --no-keyframes'}). Set --start-states."
         )
-    shown = tqdm(files, desc="start states", unit="file", delay=2, leave=False)
+    shown = progress(files, desc="start states", unit="file", delay=2, leave=False)
     return [load_trajectory(file, image_size=image_size) for file in shown]
 
 

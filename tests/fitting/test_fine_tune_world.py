@@ -101,7 +101,9 @@ def gradients(
     schedule = Schedule(
         steps=1, batch=8, learning_rate=1.0, seed=11, micro_batch=micro_batch, ranks=ranks or ONE_RANK
     )
-    loss_at = window_losses(network, nano_windows(), schedule, context_sigma=0.1)
+    loss_at = window_losses(
+        network, nano_windows(), schedule, torch.Generator().manual_seed(schedule.seed), context_sigma=0.1
+    )
     for part in range(schedule.parts):
         (loss_at(part) / schedule.parts).backward()
     found: dict[str, Any] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def test_it_prints_settings_that_give_themselves_back_and_writes_nothing(
 
 
 REFUSED = {
+    "--log-with swanlab": "pip install",
     "--policy absent": "The policy 'absent' does not exist",
     "--start-states absent.h5": "absent.h5",
     "--placement learner=0,actor=5": "--placement",
@@ -67,9 +69,21 @@ def test_what_the_run_would_refuse_is_refused_in_its_words(
     before = contents(tmp_path)
     code = exit_code([*flags, "--dry-run", *wrong.split()])
     said = capsys.readouterr()
-    assert (code, said.out) == (2, "")
+    assert code == 2
+    read = wrong not in ("--resume", "--correction.kind vtrace")  # Those are no settings of a run.
+    assert said.out.startswith("# asyncrl") == read
     assert REFUSED[wrong] in " ".join(said.err.replace("│", " ").split())
     assert contents(tmp_path) == before
+
+
+def test_all_that_is_missing_is_named_in_one_go(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = "--policy absent --world none --log-with swanlab --run-dir /proc/1/run"
+    assert exit_code(["--dry-run", *wrong.split(), "--placement", "learner=0,actor=5"]) == 2
+    said = capsys.readouterr()
+    assert tomllib.loads(said.out)["policy"] == "absent"
+    for sentence in ("'absent' does not exist", "none", "swanlab", "--run-dir /proc/1/run", "--placement"):
+        assert said.err.count(sentence) >= 1, said.err
+    assert len([line for line in said.err.splitlines() if "warning" not in line]) == 5, "each is named once"
 
 
 def test_settings_without_effect_are_named_beside_the_settings(

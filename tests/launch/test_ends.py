@@ -21,11 +21,11 @@ from support.whole_runs import TORCHRUN, Program, left_over, reach, rows
 
 FRAGILE = ["--updates", "100000", "--checkpoint-every", "100000"]
 PATCHED = """
-from asyncrl.cli import program
+from asyncrl.__main__ import start
 from asyncrl.launch import followers
 if __name__ == "__main__":
     followers.MAX_RESPAWNS = 0
-    program("train")
+    start("train")
 """
 
 

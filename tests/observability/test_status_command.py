@@ -76,6 +76,6 @@ def test_ctrl_c_ends_the_watching_and_not_the_run(tmp_path: Path) -> None:
     assert process.stdout.readline().startswith("run: running, 3 of 4 updates")
     os.kill(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (130, "")
+    assert (process.returncode, errors) == (130, "asyncrl status: interrupted\n")
     assert run_owner.owner(tmp_path / "run") is not None
     lock.release()

@@ -97,6 +97,6 @@ if "CHAOS_NOTES" in os.environ:  # Not when something merely looks at this file.
     limiter.HEARTBEAT_TIMEOUT = float(os.environ.get("CHAOS_SILENCE", "30"))
 
 if __name__ == "__main__":
-    from asyncrl.cli import program
+    from asyncrl.__main__ import start
 
-    program("train")
+    start("train")

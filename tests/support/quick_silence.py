@@ -6,6 +6,6 @@ if __name__ in ("__main__", "__mp_main__"):  # Not when something merely looks a
     limiter.HEARTBEAT_TIMEOUT = 8.0  # pyright: ignore[reportConstantRedefinition]
 
 if __name__ == "__main__":
-    from asyncrl.cli import program
+    from asyncrl.__main__ import start
 
-    program("train")
+    start("train")

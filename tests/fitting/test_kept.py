@@ -1,0 +1,164 @@
+"""A fit that is interrupted goes on where it was, and leaves no trace when it is done."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from asyncrl import cli
+from asyncrl.errors import RunError
+from asyncrl.fitting import loop
+from asyncrl.fitting.loop import learning_rate_at
+from asyncrl.observability import signals
+from asyncrl.storage.tensor_files import TensorFiles
+from support.recorded import recorded_spec, write_recorded
+from support.tiny_models import write_models
+
+STEPS = ["--steps", "3", "--batch", "4", "--device", "cpu"]
+WORLD = ["--vae-steps", "2", "--vae-batch", "1", *STEPS]
+SMALL = ["--episodes", "2", "--held-out", "1", "--decisions", "1", "--steps", "4", "--batch", "2"]
+FITS = {
+    "policy": (["policy", "--data", "{data}/64", "--out", "{out}", *STEPS], 4, "policy"),
+    "vae": (["world", "--data", "{data}/32", "--out", "{out}", *WORLD], 2, "world"),
+    **{
+        kind: (["world", "--kind", kind, "--data", "{data}/32", "--out", "{out}", *WORLD], at, "world")
+        for kind, at in (("wan", 6), ("opensora", 6), ("evac", 11))
+    },
+    "reward": (["reward", "--data", "{data}/64", "--world", "{out}", *STEPS], 3, "reward"),
+    "decoder": (["decoder", "--out", "{out}", *SMALL, "--device", "cpu"], 2, "decoder"),
+}
+"""Name -> command line, the setting of a learning rate (two a step) that is interrupted, and the model."""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kept")
+    for size in (32, 64):
+        spec = recorded_spec(size, simulator="tabletop", trials=0, poses=True)
+        write_recorded(folder / str(size), spec, (17, 25, 33))
+    write_models(folder)
+    return folder
+
+
+def fail(*_: object, **__: object) -> None:
+    raise RunError("the disk is full")
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {
+        f"{file.name} {name}": TensorFiles(file).read(name)
+        for file in sorted(folder.rglob("*.safetensors"))
+        for name in TensorFiles(file).names()
+    }
+
+
+class Line(nn.Module):
+    """Learns where drawn numbers lie; its buffer counts the calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at = nn.Parameter(torch.zeros(3))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def loss_at(self, rngs: tuple[torch.Generator, np.random.Generator]) -> Callable[[int], torch.Tensor]:
+        def loss(step: int) -> torch.Tensor:
+            self.get_buffer("calls").add_(1)
+            drawn = torch.randn(3, generator=rngs[0]) + torch.from_numpy(rngs[1].normal(size=3)).float()
+            return (self.at - drawn - torch.rand(3)).square().sum()
+
+        return loss
+
+
+@pytest.mark.parametrize("stage", ["line", "first"])
+def test_a_stage_goes_on_with_its_weights_moments_averages_buffers_and_order(
+    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`first` is followed by another one: its end is kept, and is not made again."""
+    made = list[int]()
+
+    def fit(kept: loop.Kept | None, ends_at: int = 100) -> tuple[float, list[float], int]:
+        torch.manual_seed(1)
+        line, rngs = Line(), (torch.Generator().manual_seed(2), np.random.default_rng(3))
+        schedule = loop.Schedule(steps=8, batch=1, learning_rate=0.1, warmup=2, kept=kept)
+        loss_at = line.loss_at(rngs)
+
+        def loss(step: int) -> torch.Tensor:
+            made.append(step)
+            if step == ends_at:
+                signals.interrupt(signal.SIGINT, None)
+            return loss_at(step)
+
+        monkeypatch.setattr(signals, "_asked", -math.inf)
+        result = loop.minimise(stage, line, loss, schedule, average=0.9, rngs=rngs)
+        return result, line.at.tolist(), int(line.get_buffer("calls"))
+
+    kept = loop.Kept(folder=tmp_path / "out.fit-line", settings={"steps": 8})
+    whole = fit(None)
+    with pytest.raises(KeyboardInterrupt) as ended:
+        fit(kept, ends_at=4)
+    assert ended.value.__notes__ == [f"step 5 of 8 of `{stage}` is kept: the same command goes on from it"]
+    assert fit(kept) == whole
+    assert made == [*range(8), *range(5), *range(5, 8)]
+    if stage == "first":
+        assert fit(kept) == whole
+        assert made[16:] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FITS)
+def test_an_interrupted_fit_goes_on_and_becomes_what_it_would_have_become(
+    name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, interrupted_at, model = FITS[name]
+    steps = list[int]()
+
+    def rate(step: int, schedule: loop.Schedule) -> float:
+        steps.append(step)
+        if len(steps) == interrupted_at:
+            signals.interrupt(signal.SIGTERM, None)
+        return learning_rate_at(step, schedule)
+
+    def fit(out: str, *more: str) -> int:
+        if model == "reward" and not (tmp_path / out).exists():
+            shutil.copytree(data / "world", tmp_path / out)
+        places = {"data": data, "out": tmp_path / out}
+        return cli.run("fit", [*(word.format(**places) for word in words), *more])
+
+    assert fit("whole") == 0
+    monkeypatch.setattr(loop, "learning_rate_at", rate)
+    monkeypatch.setattr(signals, "_asked", -math.inf)
+    capsys.readouterr()
+    assert fit("out") == 128 + signal.SIGTERM
+    assert f"asyncrl fit: interrupted; step {steps[-1] + 1} of " in capsys.readouterr().err
+    state = tmp_path / f"out.fit-{model}"
+    assert fit("out", "--seed", "7") == 2
+    assert f"{state} holds an unfinished fit with seed 0, not 7" in capsys.readouterr().err
+    assert fit("out") == 0
+    assert f"goes on with the unfinished fit in {state}" in capsys.readouterr().out
+    assert not [path for path in tmp_path.rglob("*") if ".fit-" in path.name]
+    whole, found = tensors(tmp_path / "whole"), tensors(tmp_path / "out")
+    assert whole.keys() == found.keys()
+    assert [key for key, tensor in whole.items() if not torch.equal(tensor, found[key])] == []
+
+
+@pytest.mark.slow
+def test_a_state_that_is_damaged_is_named(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word.format(data=data, out=tmp_path / "out") for word in FITS["policy"][0]]
+    monkeypatch.setattr(loop, "KEPT_AFTER", 0.0)
+    monkeypatch.setattr("asyncrl.policies.openvla.policy.OpenVLAOFTPolicy.save", fail)
+    assert cli.run("fit", words) == 1
+    state = tmp_path / "out.fit-policy"
+    (state / "policy" / "progress.json").write_text("{}")
+    capsys.readouterr()
+    assert cli.run("fit", words) == 2
+    assert f"The unfinished fit in {state / 'policy'} cannot be read ('rngs')" in capsys.readouterr().err

@@ -1,0 +1,211 @@
+"""Signals and closed outputs: every command ends with one line, or does its work, and keeps what was done."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+import pytest
+
+from asyncrl.commands import collect
+from asyncrl.errors import RunError
+from asyncrl.fitting.sources import load_recordings
+from asyncrl.simulators.interface import SimulatorSource
+from asyncrl.simulators.pool import SimulatorPool
+from asyncrl.simulators.rollout import Observations
+from asyncrl.storage import run_owner
+from support.recorded import recorded_spec, write_recorded
+from support.recorded_run import make_run
+from support.run_folders import write_run
+from support.simulated import COUNTING
+from support.tiny_models import flags_of, write_models
+from support.whole_runs import environment, left_over
+
+ENDLESS: Final = {
+    "train": "train {flags} --inline --updates 100000 --run-dir {new}/run",
+    "train, processes": "train {flags} --updates 100000 --run-dir {new}/run",
+    "evaluate": "evaluate {m}/policy --simulator tabletop --episodes 50000 --workers 2",
+    "audit": "audit {m}/policy --world {m}/world --simulator tabletop --episodes 10000",
+    "collect": "collect --out {new}/data --episodes 100000 --workers 2",
+    "fit policy": "fit policy --data {m}/data --out {new}/policy --steps 100000 --batch 8 --device cpu",
+    "fit world": "fit world --data {m}/data --out {new}/world --batch 8 --device cpu",
+    "fit reward": "fit reward --data {m}/data --world {m}/world --steps 100000 --batch 8 --device cpu",
+    "fit decoder": "fit decoder --out {new}/decoder --held-out 1 --decisions 1 --device cpu",
+    "pace": "pace --out {new}/pace --policy {m}/policy --world {m}/world --start-states {m}/starts.h5",
+    "status": "status {m}/live --watch",
+    "actor": "actor --join tcp://127.0.0.1:9",
+}
+ENDING: Final = {
+    "train --dry-run": "train {flags} --dry-run",
+    "train, one update": "train {flags} --inline --updates 1 --run-dir {new}/run",
+    "train, an actor": "train {flags} --updates 1 --run-dir {new}/run",
+    "collect, few": "collect --out {new}/data --episodes 4 --workers 1",
+    "fit starts": "fit starts --data {m}/data --out {new}/starts.h5",
+    "fit keyframes": "fit keyframes --data {m}/data --out {new}/keys.h5",
+    "recordings list": "recordings list {m}/data",
+    "recordings stats": "recordings stats {m}/data",
+    "simulators list": "simulators list",
+    "convert": "convert {m}/policy {new}/converted",
+    **{f"replay {one}": f"replay {one} {{m}}/replayed" for one in ("list", "stats", "verify")},
+    "check": "check policy {m}/policy",
+    "doctor": "doctor",
+    "runs": "runs list {m}",
+    "keys": "keys {new}/keys",
+    "metrics": "metrics",
+    "completion": "completion bash",
+    "--help": "--help",
+    "train --help": "train --help",
+}
+COMMANDS: Final = ENDLESS | ENDING
+MOMENTS: Final = {"import": 0.02, "start": 0.3, "middle": 0.6, "end": 0.97, "second": 0.6}
+"""Share of a command's time; at `second` another signal follows."""
+ENDLESS_SECONDS: Final = 8.0
+
+
+class Bench(NamedTuple):
+    """Models, recordings and runs that all commands read."""
+
+    folder: Path
+
+    def words(self, name: str, new: Path) -> list[str]:
+        flags = " ".join(flags_of(self.folder))
+        return COMMANDS[name].format(flags=flags, m=self.folder, new=new).split()
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    folder = tmp_path_factory.mktemp("bench")
+    write_models(folder)
+    spec = recorded_spec(64, simulator="tabletop", trials=0, poses=True)
+    write_recorded(folder / "data", spec, (17, 25, 33))
+    make_run(folder / "replayed")
+    lock = run_owner.acquire(write_run(folder / "live", made=3))
+    yield Bench(folder)
+    lock.release()
+
+
+def start(words: Sequence[str], mark: Path, new: Path, closed: str = "") -> subprocess.Popen[str]:
+    """Start a command of test `mark` in a process group of its own; `closed` is a shell's redirection."""
+    program = [sys.executable, "-m", "asyncrl", *words]
+    if closed:
+        program = ["bash", "-c", f'exec "$@" {closed}', "bash", *program]
+    return subprocess.Popen(
+        program,
+        env=environment(mark),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        cwd=new,
+    )
+
+
+def interrupted(
+    process: subprocess.Popen[str], number: signal.Signals, *delays: float
+) -> tuple[int, str, str]:
+    """Send a signal after each delay, Ctrl-C as a terminal does; return code, output and errors."""
+    for delay in delays:
+        time.sleep(delay)
+        if process.poll() is None:
+            (os.killpg if number is signal.SIGINT else os.kill)(process.pid, number)
+    said, errors = process.communicate(timeout=120)
+    return process.returncode, said, errors
+
+
+def check_end(code: int, number: signal.Signals, errors: str, mark: Path, usual: int | None) -> None:
+    assert "Traceback" not in errors
+    assert "Exception ignored" not in errors
+    assert code == 128 + number or code == usual, errors
+    if code == 128 + number:
+        assert errors.count("interrupted") == 1 or "pace" in errors, errors
+        assert errors.rstrip().splitlines()[-1].startswith("asyncrl")
+    assert left_over(mark) == []
+
+
+@pytest.mark.parametrize("name", ["metrics", "keys", "replay list", "runs", "train --help", "--help"])
+def test_a_command_works_with_closed_outputs(name: str, bench: Bench, tmp_path: Path) -> None:
+    for closed in (">&-", "2>&-", ">&- 2>&-"):
+        (new := tmp_path / closed.replace(" ", "")).mkdir()
+        process = start(bench.words(name, new), tmp_path, new, closed)
+        said, errors = process.communicate(timeout=60)
+        assert (process.returncode, errors) == (0, "")
+        assert bool(said) == (closed == "2>&-")
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ENDING)
+def test_every_command_works_with_a_closed_output(name: str, bench: Bench, tmp_path: Path) -> None:
+    codes = []
+    for closed in ("", ">&-"):
+        (new := tmp_path / f"new{closed}").mkdir()
+        process = start(bench.words(name, new), tmp_path, new, closed)
+        errors = process.communicate(timeout=200)[1]
+        codes.append(process.returncode)
+        assert "Traceback" not in errors
+    assert codes[0] == codes[1] in (0, 1)
+    if name.startswith("train, "):
+        assert (tmp_path / "new>&-/run/checkpoints/update_000001").is_dir()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("name", "delay"), [("metrics", 0.08), ("evaluate", 0.3), ("status", 0.15)])
+def test_a_signal_while_modules_are_imported_gets_one_line(
+    name: str, delay: float, number: signal.Signals, bench: Bench, tmp_path: Path
+) -> None:
+    code, _, errors = interrupted(start(bench.words(name, tmp_path), tmp_path, tmp_path), number, delay)
+    check_end(code, number, errors, tmp_path, 0 if name == "metrics" else None)
+
+
+@pytest.mark.parametrize("ends_by", [KeyboardInterrupt(signal.SIGTERM), RunError("the pool gives up"), None])
+def test_collected_episodes_are_kept_whatever_ends_it(
+    ends_by: BaseException | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None: the process is killed after a minute. No file is complete by then: one holds 32 episodes."""
+    monkeypatch.setattr(collect, "WRITTEN_AFTER", 60.0 if ends_by else 0.0)
+    written = list[int]()
+
+    def act(shown: Observations) -> list[np.ndarray]:
+        if shown.plays[0].start.seed == 4:
+            written.append(len(load_recordings([tmp_path])) if ends_by is None else 0)
+            raise ends_by or RunError("killed")
+        return [np.zeros((8, 7), np.float32)]
+
+    with SimulatorPool(SimulatorSource(name=COUNTING), workers=0) as pool:
+        starts = collect.training_starts(pool.spec, 9, 0)
+        with pytest.raises((KeyboardInterrupt, RunError)) as ended:
+            collect.record(tmp_path, pool, act, starts, extra_decisions=0, about={})
+    assert load_recordings([tmp_path]).seeds.tolist() == [0, 1, 2, 3]
+    assert written == [0 if ends_by else 4]
+    assert ended.value.__notes__ == [f"4 of 9 episodes are in {tmp_path}"]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.multiprocess
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_signal_at_any_moment_gets_one_line(
+    name: str, number: signal.Signals, bench: Bench, tmp_path: Path
+) -> None:
+    usual, seconds = None, ENDLESS_SECONDS
+    if name in ENDING:
+        (new := tmp_path / "usual").mkdir()
+        began = time.monotonic()
+        (process := start(bench.words(name, new), tmp_path, new)).communicate(timeout=300)
+        usual, seconds = process.returncode, time.monotonic() - began
+    for moment, share in MOMENTS.items():
+        (new := tmp_path / moment).mkdir()
+        delays = (max(0.06, share * seconds), *([1.2] if moment == "second" else []))
+        code, _, errors = interrupted(start(bench.words(name, new), tmp_path, new), number, *delays)
+        saved = 0 if name.startswith("train") and moment != "import" else usual
+        check_end(code, number, errors, tmp_path, saved)
