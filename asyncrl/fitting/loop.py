@@ -277,7 +277,7 @@ def minimise(
 
 
 class _State:
-    """What a stage of a fit changes from step to step; kept every few minutes, and when it is interrupted."""
+    """State of a stage of a fit, kept every few minutes and when the fit is interrupted."""
 
     def __init__(
         self,
