@@ -14,7 +14,7 @@ from asyncrl.errors import ConfigError, first_line
 
 _STOPS: Final = " .\u3002\uff0e\uff61\u06d4\u0964"  # Also of Chinese, Japanese, Urdu and Hindi.
 _HIDDEN: Final = re.compile(
-    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0000-\U000e0fff]"
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0000-\U000e0fff]"
 )
 """Letters and marks that show nothing; the other invisible characters have categories of their own."""
 

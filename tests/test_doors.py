@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
-from asyncrl.errors import AsyncRLError
-from support.doors import DOORS, TASK, Unstorable, doors_of
+from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.facts import plain_task
+from asyncrl.rewards.libero_tasks import SUITES
+from asyncrl.simulators.maniskill.tasks import TASKS as MANISKILL
+from asyncrl.simulators.tabletop.scene import TASKS as TABLE
+from support.doors import DOORS, TASK, Unstorable, doors_of, play
 
 REFUSED: Final = "refused"
 SAME: Final = (
@@ -77,6 +82,38 @@ def test_some_values_of_each_fact_are_read_rightly_or_refused(tmp_path: Path, na
 @pytest.mark.parametrize(("fact", "name"), [(fact, name) for fact in VALUES for name in doors_of(fact)])
 def test_a_fact_is_read_rightly_or_refused_at_a_door(tmp_path: Path, fact: str, name: str) -> None:
     assert not tried(tmp_path, name, fact, 1)
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        (
+            {"tasks": ("open the drawer",)},
+            "begins own/seed-1 with 'put .*', which is none of its 1 spec.tasks",
+        ),
+        (
+            {"all_tasks": TASK},
+            "tasks after a reset: the instructions are 'put .*', expected a tuple of 1 texts",
+        ),
+        ({"tasks": TASK}, "spec.tasks of the simulator own: the instructions are 'put .*', expected a tuple"),
+    ],
+)
+def test_a_reset_says_one_of_the_tasks_of_the_spec(facts: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        play("Own", **facts)
+
+
+def test_what_is_shipped_is_in_the_normal_form() -> None:
+    texts = {*TABLE, *(text for tasks in SUITES.values() for text in tasks)}
+    texts |= {task.instruction for task in MANISKILL.values()} - {""}
+    assert {text for text in texts if plain_task(text) != text} == set()
+
+
+@pytest.mark.slow
+def test_the_normal_form_is_its_own_for_every_character() -> None:
+    for number in range(0, sys.maxunicode + 1):
+        text = plain_task(f"a{chr(number)}b {chr(number)}c{chr(number)}")
+        assert plain_task(text) == text, hex(number)
 
 
 @pytest.mark.parametrize("fact", VALUES)

@@ -189,7 +189,7 @@ class LeRobotFolder(DataSet):
             states=np.concatenate(states, axis=1) if states else nothing[kept, :0],
             actions=read(self.action, "action"),
             rewards=check_array(read(self.reward, "reward"), shape, f"{where}: its rewards")[:, 0],
-            success=check_verdicts(read(self.success, "success"), shape, f"{where}: success")[:, 0],
+            success=check_verdicts(read(self.success, "success"), shape, f"{where}: {self.success}")[:, 0],
         )
 
     def _movie_frames(

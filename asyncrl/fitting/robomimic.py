@@ -199,7 +199,7 @@ class RobomimicFile(DataSet):
         return np.concatenate(columns, axis=1)
 
     def _solved(self, file: h5py.File, name: str, rewards: NDArray[np.float32]) -> NDArray[np.bool_]:
-        where = f"{self.path} {name}: success"
+        where = f"{self.path} {name}: success (--dataset.success KEY, or none)"
         if self.success:
             stored = self._numbers(file, name, self.success, "success")
             return check_verdicts(stored, (len(rewards), 1), where)[:, 0]

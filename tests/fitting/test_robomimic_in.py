@@ -144,13 +144,6 @@ def test_a_key_that_is_not_there_is_refused_with_those_that_are(
         load_recordings([path], DataSetSettings(**settings))  # pyright: ignore
 
 
-def test_a_file_without_an_instruction_asks_for_one(tmp_path: Path, episodes: list[Sampled]) -> None:
-    path = write_robomimic_file(tmp_path / "lift.hdf5", episodes, task=None)
-    with pytest.raises(ConfigError, match=r"or --dataset.task\): the instruction '' has no word"):
-        load_recordings([path])
-    assert load_recordings([path], DataSetSettings(task="Lift it.")).tasks == ["lift it"] * 3
-
-
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [

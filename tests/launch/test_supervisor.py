@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncrl.errors import RunError
+from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch.children import Supervisor, first_traceback
 from support import child_environment
 
@@ -35,6 +35,10 @@ def die_until_third_life(path):
             raise KeyError("the cause")
         except KeyError as error:
             raise ValueError(f"life {Path(path).read_text()}") from error
+
+
+def refuse_what_came():
+    raise ConfigError("success is nan")
 
 
 def kill_itself():
@@ -138,6 +142,14 @@ def test_dying_too_often_ends_with_the_first_traceback_and_the_log_once(tmp_path
     assert "OldError" not in message
     assert message.count(str(log)) == 1
     assert message.endswith(f"See {log} for everything it printed.")
+
+
+def test_an_error_of_our_own_is_reported_by_its_sentence(tmp_path):
+    child = Supervisor("actor", target(refuse_what_came), (), tmp_path / "log", max_respawns=0)
+    assert child.wait(DEADLINE)
+    with pytest.raises(RunError, match=r"Its first error:\n\nsuccess is nan\n\nSee ") as caught:
+        child.poll()
+    assert "Traceback" not in str(caught.value)
 
 
 def test_a_killed_child_is_reported_by_the_signals_name(tmp_path):

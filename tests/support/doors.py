@@ -299,7 +299,8 @@ class Own:
 
     def reset(self, places: list[int], starts: list[SimStart]) -> Seen:
         self.seed, self.steps = starts[0].seed, 0
-        return self.look(places)._replace(tasks=(self.facts.get("instruction", TASK),) * len(places))
+        tasks: Any = (self.facts.get("instruction", TASK),) * len(places)
+        return self.look(places)._replace(tasks=self.facts.get("all_tasks", tasks))
 
     def step(self, places: list[int], actions: np.ndarray, *, draw: bool) -> Stepped:
         self.steps, count = self.steps + 1, len(places)
