@@ -19,7 +19,7 @@ CEILINGS = {
     "devices": (530, 5),
     "doctor": (1330, 7),
     "evaluation": (931, 5),
-    "fitting": (4113, 15),
+    "fitting": (4180, 15),
     "launch": (4553, 20),
     "learner": (3270, 16),
     "messaging": (1021, 6),

@@ -15,6 +15,7 @@ COMPILE=${COMPILE-$(command -v nvidia-smi >/dev/null && echo --compile)}    # CO
 UPDATES=${UPDATES:-15}
 WORLD0_STEPS=${WORLD0_STEPS:-4000}       # of the transformer, before the roll-outs and after
 WORLD_STEPS=${WORLD_STEPS:-7000}
+IMAGINED_MEMORY=${IMAGINED_MEMORY:-0}    # of the second fit; see asyncrl fit world --help
 PYTHON=${PYTHON:-python3}
 ANYWAY=
 # Where the expert aims beside the plate's centre (x y in metres; task 0; task 1; ...), so that bowls land 2.4 cm off in
@@ -184,7 +185,7 @@ world() { # The same autoencoder serves the reward model, which is fitted beside
     base & local measured=$!
     on 1 run reward a fit reward --data $(everything) --world "$WORK/world0" --size small --steps "$(n 2000 4)" --batch "$(n 256 8)" & local judge=$!
     on 0 run world a fit world --refine "$WORK/world0" --data $(everything) --out "$WORK/world" --batch "$(n 512 8)" --steps "$(n "$WORLD_STEPS" 4)" \
-        --context-sigma 0.2 $COMPILE || exit 1
+        --context-sigma 0.2 --imagined-memory "$IMAGINED_MEMORY" $COMPILE || exit 1
     together $judge $measured
 }
 reward() {

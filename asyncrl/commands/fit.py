@@ -147,7 +147,7 @@ def _fit_world(config: FitWorld) -> None:
     recordings = _read(config)
     torch.manual_seed(config.seed)
     device = take_device(config.device)
-    options = WorldOptions(context_sigma=config.context_sigma, camera=config.camera)
+    options = WorldOptions.of(config)
     if config.refine:
         world = load_fitted(world_folder(config.refine), device, torch.float32)
         check_same_size(world, recordings, "refine")

@@ -38,9 +38,10 @@ from asyncrl.records import ACTION_DIM, CHUNK, dummy_action
 from asyncrl.worlds.wan.files import open_world, rewrite_world
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import SPATIAL, VaeConfig, WanVae, decode_stream, encode_stream
-from asyncrl.worlds.wan.world import WanWorld, WindowNoise, save_world, window_loss
+from asyncrl.worlds.wan.world import WanWorld, WindowNoise, denoise, save_world, window_loss
 
 MEMORY: Final = 4  # Frames of the memory latent.
+DRAWN_EVERY: Final = 8  # Steps between two batches of imagined memories.
 DRAWN_AT_ONCE: Final = {"cuda": 64, "cpu": 4}  # Most episodes drawn at once; more overflow a CPU's cache.
 
 
@@ -48,7 +49,7 @@ class WanFit(FittedWorld):
     """`FittedWorld` of Wan, whose network can be spread over ranks."""
 
     kind: ClassVar = "wan"
-    options: ClassVar = frozenset({"context_sigma"})
+    options: ClassVar = frozenset({"context_sigma", "imagined_memory"})
     fine_tunes: ClassVar = True
     world: WanWorld
     autoencoder: WanVae
@@ -103,7 +104,7 @@ class WanFit(FittedWorld):
         self._scaled = scale is not None
         if scale is not None:
             take_scaled(self.network, scale)
-        loss = fit_transformer(self.network, cut, schedule, context_sigma=options.context_sigma)
+        loss = fit_transformer(self.network, cut, schedule, options, self.world.schedule_steps)
         if scale is not None:
             take_raw(self.network, scale)
         return loss
@@ -152,7 +153,7 @@ class WanFit(FittedWorld):
         latents = encode_recordings(vae, recordings, kept=kept, ranks=schedule.ranks)
         nn.Module.to(vae, "meta")  # Its weights are not needed any more: its file stays as it is.
         cut = windows(recordings, latents)
-        return fit_transformer(self.network, cut, schedule, context_sigma=options.context_sigma)
+        return fit_transformer(self.network, cut, schedule, options, self.world.schedule_steps)
 
     def rewrite(self, source: Path, folder: Path, tensors: Mapping[str, Tensor], version: int) -> None:
         """Write a copy of the folder with other weights by name, of any dtype, on the CPU."""
@@ -314,12 +315,46 @@ def _scaled_entrances(
         yield layer, gain, offset
 
 
+class ImaginedMemories:
+    """Memory latents that the network draws itself while it learns, against drift.
+
+    Scheduled sampling (arXiv 1506.03099). A drawn memory begins at the drawn one before it: during a fit
+    they become as deep as episodes are long.
+    """
+
+    def __init__(self, windows: Windows, share: float, steps: int) -> None:
+        """Begin with recorded ones; `share` of a batch gets them, each drawn in `steps` network calls."""
+        self.windows, self.share, self.steps = windows, share, steps
+        self.latents = windows.latents.clone()
+
+    def fill(self, latents_BZ4hw: Tensor, chosen: Tensor) -> Tensor:
+        """Put drawn memories into the first windows `chosen` ``[B]`` of a batch, in place."""
+        first = chosen[: round(self.share * len(chosen))]
+        memories = self.latents[self.windows.rows[first, 1]]
+        latents_BZ4hw[: len(first), :, 1].copy_(memories)
+        return latents_BZ4hw
+
+    @torch.no_grad()
+    def draw(self, velocity: Callable[..., Tensor], chosen: Tensor, noise_BZ2hw: Tensor) -> None:
+        """Draw the windows `chosen` and keep what is the memory of the next decision."""
+        anchors, memories, _, last = self.windows.rows[chosen].T
+        given_BZ2hw = torch.stack([self.latents[anchors], self.latents[memories]], dim=2)
+        actions_B = self.windows.actions[chosen]
+        device = noise_BZ2hw.device
+        drawn = denoise(velocity, given_BZ2hw.to(device), actions_B.to(device), noise_BZ2hw, self.steps)
+        self.latents[last] = drawn[:, :, 1].to(self.latents.device)
+
+
 def fit_transformer(
-    transformer: ActionWanTransformer, windows: Windows, schedule: Schedule, *, context_sigma: float
+    transformer: ActionWanTransformer,
+    windows: Windows,
+    schedule: Schedule,
+    options: WorldOptions,
+    sampling_steps: int,
 ) -> float:
     """Train by flow matching on the two new latents; return the mean loss of the last tenth."""
     generator = torch.Generator().manual_seed(schedule.seed)
-    losses = window_losses(transformer, windows, schedule, generator, context_sigma=context_sigma)
+    losses = window_losses(transformer, windows, schedule, generator, options, sampling_steps)
     return minimise("world", transformer, losses, schedule, average=0.9995, rngs=[generator])
 
 
@@ -328,24 +363,34 @@ def window_losses(
     windows: Windows,
     schedule: Schedule,
     generator: torch.Generator,
-    *,
-    context_sigma: float,
+    options: WorldOptions,
+    sampling_steps: int,
 ) -> Callable[[int], Tensor]:
-    """Return the losses for `minimise`, with noise of so many sigma on the memory latent."""
-    # All ranks draw a whole step's windows and noise: a step is the same however it is shared out.
+    """Return the losses for `minimise`."""
+    # All ranks draw a whole step's windows and noise: a step is the same however it is shared out, but for
+    # memories that a rank draws for itself.
     device = next(transformer.parameters()).device
     velocity = prepared(transformer, device, compiled=schedule.compiled)
+    share = options.imagined_memory
+    memories = ImaginedMemories(windows, share, sampling_steps) if share else None
     own: list[Tensor] = []
 
     def loss_at(count: int) -> Tensor:
-        part = count % schedule.parts
+        step, part = divmod(count, schedule.parts)
         if part == 0:
             chosen = torch.randint(len(windows.rows), (schedule.batch,), generator=generator)
             noise = WindowNoise.drawn(schedule.batch, windows.latents.shape[1:], generator)
             own[:] = map(schedule.own, (chosen, *noise))
         chosen, *drawn = (schedule.part(tensor, part) for tensor in own)
-        latents_B, actions_B = (t.to(device) for t in windows.take(chosen.to(windows.rows.device)))
         noise = WindowNoise(*drawn)
-        return window_loss(velocity, latents_B, actions_B, noise, context_sigma=context_sigma)
+        chosen = chosen.to(windows.rows.device)
+        latents_B, actions_B = windows.take(chosen)
+        if memories is not None:
+            latents_B = memories.fill(latents_B, chosen)
+            # Not before the network draws something, and for a fifth of the time.
+            if part == 0 and step % DRAWN_EVERY == 0 and step >= schedule.steps // 5:
+                memories.draw(velocity, chosen, noise.new.to(device))
+        latents_B, actions_B = latents_B.to(device), actions_B.to(device)
+        return window_loss(velocity, latents_B, actions_B, noise, context_sigma=options.context_sigma)
 
     return loss_at

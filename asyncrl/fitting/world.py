@@ -58,7 +58,13 @@ class WorldOptions:
     """Options of some kinds only."""
 
     context_sigma: float = CONTEXT_SIGMA  # Noise level of the memory latent while training, in [0, 1].
+    imagined_memory: float = 0.0  # Share of windows whose memory latent the network drew itself.
     camera: str = ""  # JSON file with the camera's place; empty: that of the recordings' simulator, if known.
+
+    @classmethod
+    def of(cls, config: Any) -> WorldOptions:
+        """Take the settings of the same names."""
+        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
 
 
 def average_pictures(recordings: Recordings) -> Tensor:

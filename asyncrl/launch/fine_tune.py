@@ -101,7 +101,7 @@ def fine_tune_world(config: FitWorld, recordings: Recordings) -> str:
     """Fine-tune and write the world, merged, and adapters to ``out/adapter``; rank 0 returns a line."""
     check_fine_tuning(config)
     source = world_folder(config.refine)
-    options = WorldOptions(context_sigma=config.context_sigma, camera=config.camera)
+    options = WorldOptions.of(config)
     torch.manual_seed(config.seed)
     device = take_device(config.device, read_job().local_rank)
     world: Any = load_fitted(source, device, torch.bfloat16 if config.precision == "bf16" else torch.float32)

@@ -17,7 +17,7 @@ from asyncrl import cli
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.loop import ONE_RANK, FitRanks, Schedule
 from asyncrl.fitting.sources import load_recordings
-from asyncrl.fitting.wan import WanFit, Windows, encode_recordings, window_losses
+from asyncrl.fitting.wan import ImaginedMemories, WanFit, Windows, encode_recordings, window_losses
 from asyncrl.fitting.world import Latents, WorldOptions
 from asyncrl.learner.fsdp import make_float32_masters, spread
 from asyncrl.learner.ranks import DistributedRanks
@@ -28,7 +28,7 @@ from asyncrl.storage.atomic import write_json
 from asyncrl.storage.tensor_files import TensorFiles, write_folder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig, transformer_name
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
-from asyncrl.worlds.wan.world import save_world
+from asyncrl.worlds.wan.world import sampling_sigmas, save_world
 from support.published_exports import export_world
 from support.published_worlds import small_world
 from support.ranks import run_ranks
@@ -101,9 +101,8 @@ def gradients(
     schedule = Schedule(
         steps=1, batch=8, learning_rate=1.0, seed=11, micro_batch=micro_batch, ranks=ranks or ONE_RANK
     )
-    loss_at = window_losses(
-        network, nano_windows(), schedule, torch.Generator().manual_seed(schedule.seed), context_sigma=0.1
-    )
+    generator = torch.Generator().manual_seed(schedule.seed)
+    loss_at = window_losses(network, nano_windows(), schedule, generator, WorldOptions(), 5)
     for part in range(schedule.parts):
         (loss_at(part) / schedule.parts).backward()
     found: dict[str, Any] = {}
@@ -119,6 +118,42 @@ def gradients_of_rank(micro_batch: int, precision: Any, lora: int) -> dict[str, 
     return gradients(
         micro_batch, precision, lora, ranks=FitRanks(rank=ranks.rank, size=ranks.size, sum=ranks.sum)
     )
+
+
+def test_memories_that_the_network_draws_follow_each_other_and_fill_a_share_of_a_batch() -> None:
+    generator = torch.Generator().manual_seed(5)
+    windows = replace(nano_windows(), rows=torch.tensor([[0, 1, 2, 3], [0, 3, 4, 5], [0, 5, 6, 7]]))
+    network, memories = nano(), ImaginedMemories(windows, 0.5, 2)
+    wanted, noise = windows.latents.clone(), torch.randn(3, 1, 8, 2, 4, 4, generator=generator)
+    first, second = sampling_sigmas(2)[:2]
+    for decision in range(3):
+        memories.draw(network, torch.tensor([decision]), noise[decision])
+        new = noise[decision]
+        for sigma, step in ((first, second - first), (second, -second)):
+            given = wanted[windows.rows[decision, :2]].transpose(0, 1)[None]
+            times = torch.tensor([[0.0, 0.0, 1000 * sigma, 1000 * sigma]])
+            with torch.no_grad():
+                drawn = network(torch.cat([given, new], dim=2), times, windows.actions[decision, None])
+            new = new + step * drawn[:, :, 2:]
+        wanted[2 * decision + 3] = new[0, :, 1]
+    torch.testing.assert_close(memories.latents, wanted)
+    chosen = torch.tensor([2, 1, 1, 2])
+    filled = memories.fill(windows.take(chosen)[0], chosen)
+    assert torch.equal(filled[:2, :, 1], wanted[[5, 3]]), "half of them imagined"
+    assert torch.equal(filled[2:], windows.take(chosen[2:])[0]), "half as recorded"
+    assert torch.equal(filled[:, :, [0, 2, 3]], windows.take(chosen)[0][:, :, [0, 2, 3]])
+
+
+def test_losses_take_imagined_memories_after_a_fifth_of_the_steps() -> None:
+    schedule = Schedule(steps=20, batch=8, learning_rate=1.0, seed=11)
+    network = nano()
+    own, recorded = (
+        window_losses(network, nano_windows(), schedule, torch.Generator().manual_seed(11), options, 2)
+        for options in (WorldOptions(imagined_memory=1.0), WorldOptions())
+    )
+    losses = [(own(step).item(), recorded(step).item()) for step in range(20)]
+    assert [one == other for one, other in losses[:9]] == [True] * 9
+    assert any(one != other for one, other in losses[9:])
 
 
 def assert_alike(found: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -189,17 +189,27 @@ class WanWorld(FolderWorld):
         """Draw the two new latents ``[B, Z, 2, h, w]`` float32, normalised; arguments as of `imagine`."""
         batch, channels, _, height, width = state.anchor.shape
         noise = draw_noise(noise_seeds, (channels, WINDOW, height, width))[:, :, 2:]
-        new_BZ2hw = to_device(noise.numpy(), self.device)
-        dummy, is_new = _constants(self.device, actions_B8A.shape[-1])
+        dummy, _ = _constants(self.device, actions_B8A.shape[-1])
         actions_BTA = torch.cat([dummy.expand(batch, 1, -1), state.last_actions, actions_B8A], dim=1)
-        sigmas = sampling_sigmas(self.schedule_steps)
-        for sigma, following in pairwise(sigmas):
-            # The conditions stay clean: only the two new latents are stepped.
-            window = torch.cat([state.anchor, state.memory, new_BZ2hw], dim=2)
-            times_BF = (1000 * sigma * is_new).expand(batch, -1)
-            velocity = self._velocity(window, times_BF, actions_BTA)[:, :, 2:]
-            new_BZ2hw = new_BZ2hw + velocity.float() * (following - sigma)
-        return new_BZ2hw
+        given = torch.cat([state.anchor, state.memory], dim=2)
+        new_BZ2hw = to_device(noise.numpy(), self.device)
+        return denoise(self._velocity, given, actions_BTA, new_BZ2hw, self.schedule_steps)
+
+
+def denoise(
+    velocity: Callable[..., Tensor], given_BZ2hw: Tensor, actions_BTA: Tensor, noise_BZ2hw: Tensor, steps: int
+) -> Tensor:
+    """Draw two new latents from noise behind the given ones, anchor and memory: float32, normalised."""
+    _, is_new = _constants(given_BZ2hw.device, actions_BTA.shape[-1])
+    new_BZ2hw = noise_BZ2hw
+    for sigma, following in pairwise(sampling_sigmas(steps)):
+        # The conditions stay clean: only the two new latents are stepped.
+        window = torch.cat([given_BZ2hw, new_BZ2hw], dim=2)
+        times_BF = (1000 * sigma * is_new).expand(len(window), -1)
+        new_BZ2hw = new_BZ2hw + velocity(window, times_BF, actions_BTA)[:, :, 2:].float() * (
+            following - sigma
+        )
+    return new_BZ2hw
 
 
 @lru_cache(maxsize=8)
