@@ -290,8 +290,8 @@ class _State:
         self.losses: list[Tensor] = []  # [] each, one per step done.
         self._tensors, self._optimizer = tensors, optimizer
         self._device = next(iter(tensors.values())).device
-        on_gpu = torch.cuda.default_generators if self._device.type == "cuda" else ()
-        self._rngs = (torch.default_generator, *on_gpu, *rngs)
+        own = [torch.cuda.default_generators[self._device.index or 0]] if self._device.type == "cuda" else []
+        self._rngs = (torch.default_generator, *own, *rngs)
         self._stage, self._schedule, self._kept = stage, schedule, schedule.kept
         if self._kept is not None and (self._kept.folder / stage).is_dir():
             self._read(self._kept.folder / stage)
@@ -354,11 +354,14 @@ class _State:
             self._write()
 
     def keep_if_due(self) -> None:
-        """Write it if it was long ago: on all ranks if it was on rank 0."""
-        ranks, late = self._schedule.ranks, time.monotonic() >= self._due
-        if self._kept is None or len(self.losses) % ranks.size:  # Ranks that ask each other take time.
+        """Write it if it was long ago."""
+        if self._kept is None:
             return
-        if ranks.size == 1 or ranks.sum(torch.tensor(float(late and not ranks.rank), device=self._device)):
+        ranks, late = self._schedule.ranks, time.monotonic() >= self._due
+        if ranks.size > 1:  # Rank 0 decides for all, but not after every step: that takes time.
+            asked = torch.tensor(float(late and not ranks.rank), device=self._device)
+            late = not len(self.losses) % 8 and bool(ranks.sum(asked))
+        if late:
             self._write()
 
 

@@ -77,12 +77,13 @@ class Line(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize("stage", ["line", "first"])
+@pytest.mark.parametrize(("stage", "keeps"), [("line", 300.0), ("line", 0.0), ("first", 300.0)])
 def test_a_stage_goes_on_with_its_weights_moments_averages_buffers_and_order(
-    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stage: str, keeps: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`first` is followed by another one: its end is kept, and is not made again."""
     made = list[int]()
+    monkeypatch.setattr(loop, "KEPT_AFTER", keeps)
 
     def fit(kept: loop.Kept | None, ends_at: int = 100) -> tuple[float, list[float], int]:
         torch.manual_seed(1)
@@ -92,6 +93,7 @@ def test_a_stage_goes_on_with_its_weights_moments_averages_buffers_and_order(
 
         def loss(step: int) -> torch.Tensor:
             made.append(step)
+            assert ends_at == 100 or kept is None or kept.folder.exists() == (step > 0 and keeps == 0)
             if step == ends_at:
                 signals.interrupt(signal.SIGINT, None)
             return loss_at(step)
