@@ -80,7 +80,7 @@ LEARNING_RATE = define("""train/actor/lr, last, 1: Learning rate of this update.
 MISMATCH_KL = define("""train/actor/mismatch_kl, mean, nats: KL(behaviour || learner's) per token, before the
     update, k3. About 0 at lag 0, and grows slowly with the lag. Large at lag 0: actor and learner compute
     differently (precision, adapters, another device). Large otherwise: lower --replay.max-lag or
-    --optimizer.learning-rate.""")
+    --optimizer.learning-rate. A jump is often one token: x nats off, at most 20, it adds e^x to the sum.""")
 IMPORTANCE_MEAN = define("""train/actor/importance_mean, mean, 1: Mean importance weight after truncation.
     Near 1, slightly below by truncation. Far below 1: much of the batch counts little, lower
     --replay.max-lag. Only with --correction.kind tis, mis or decoupled.""")
@@ -134,9 +134,9 @@ DUAL_CLIPPED = define("""train/actor/dual_clip_fraction, mean, share: Valid unit
 RATIO = define("""train/actor/ratio, mean, 1: Mean probability ratio current / proximal. Near 1, and 1
     wherever `train/actor/clip_fraction` must be 0. A drift means the same as a large `train/actor/approx_kl`;
     with --correction.kind naive it holds the lag as well.""")
-KL_REFERENCE = define("""train/actor/kl_reference, mean, nats: KL(current || reference) per token, k2.
-    Grows slowly from 0. When it grows without gain in true success, raise --algorithm.kl-coef. Only with a
-    coefficient above 0.""")
+KL_REFERENCE = define("""train/actor/kl_reference, mean, nats: KL(current || reference) per token, k2
+    (of a token beyond 20 nats its tangent). Grows slowly from 0. When it grows without gain in true success,
+    raise --algorithm.kl-coef. Only with a coefficient above 0.""")
 VALUE_LOSS = define("""train/critic/value_loss, mean, 1: Value loss; only with a critic. Falls first, then
     follows the spread of the returns. Growing: lower --critic.learning-rate.""")
 VALUE_CLIP_RATIO = define("""train/critic/value_clip_ratio, mean, share: Values the clip cut; only with a
