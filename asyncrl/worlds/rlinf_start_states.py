@@ -73,9 +73,10 @@ def load_trajectory(file: Path, *, image_size: int = 0) -> StartState:
     last = frames[-1] if context else frames[0]
     poses = (_numbers(last.get(key), POSE_DIM) for key in ("init_ee_pose", "abs_action"))
     texts = [frames[0].get(key) for key in ("instruction", "task")]
+    task: Any = next((text for text in texts if isinstance(text, str | bytes) and text.strip()), texts[0])
     return StartState(
         name=file.stem,
-        task=next((text for text in texts if isinstance(text, str | bytes) and text.strip()), texts[0]),
+        task=task,
         frame=images[0],
         context_frames=images[1:],
         context_actions=np.array(actions, dtype=np.float32).reshape(-1, ACTION_DIM),
