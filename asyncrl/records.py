@@ -237,11 +237,7 @@ class Episode:
 
 
 def returns_differ(lowest: Any, highest: Any, size: Any) -> Any:
-    """Compare returns, floats or tensors; a spread that another order of summation can make is none.
-
-    Args:
-        size: Sum of the rewards' absolute values, or the largest absolute return.
-    """
+    """Compare returns of rewards whose absolute values sum to `size`; a rounding of the sum is no spread."""
     return highest - lowest > 1e-5 * size
 
 

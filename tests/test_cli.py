@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,6 +31,23 @@ def test_help_lists_every_command_and_imports_nothing_heavy() -> None:
     assert (code, heavy, done.stderr) == ("code 0", "heavy []", "")
     for command in cli.COMMANDS:
         assert any(line.startswith(f"  {command} ") for line in text)
+
+
+@pytest.mark.parametrize(("given", "expected"), [("", "1"), ("4", "4")])
+def test_every_command_computes_with_one_thread_unless_told_otherwise(given, expected, monkeypatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    if not given:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    seen = list[str]()
+
+    def functions(module: str) -> object:
+        seen.append(os.environ["OMP_NUM_THREADS"])  # Torch reads it when a command's module imports it.
+        names = {place.partition(":")[2] for place in cli.COMMANDS.values()}
+        return SimpleNamespace(**dict.fromkeys(names, lambda arguments: 0))
+
+    monkeypatch.setattr(cli, "import_module", functions)
+    assert [cli.run(command, []) for command in cli.COMMANDS] == [0] * len(cli.COMMANDS)
+    assert seen == [expected] * len(cli.COMMANDS)
 
 
 SUBCOMMANDS = {

@@ -16,25 +16,25 @@ CEILINGS = {
     "actors": (1138, 5),
     "commands": (2705, 14),
     "config": (1148, 6),
-    "devices": (530, 5),
+    "devices": (550, 5),
     "doctor": (1330, 7),
-    "evaluation": (931, 5),
+    "evaluation": (938, 5),
     "fitting": (4180, 15),
-    "launch": (4553, 20),
+    "launch": (4590, 20),
     "learner": (3270, 16),
     "messaging": (1021, 6),
-    "observability": (2586, 12),
+    "observability": (2590, 12),
     "policies": (2921, 13),
     "replay": (4038, 18),
     "replay_tools": (1476, 8),
     "rewards": (563, 4),
-    "simulators": (4016, 21),
-    "storage": (2353, 10),
+    "simulators": (4020, 21),
+    "storage": (2378, 10),
     "weights": (2172, 11),
     "worlds": (5502, 24),
 }
 """Package (empty: the top level) -> most lines and modules."""
-MOST_TEST_LINES = 46_500
+MOST_TEST_LINES = 47_000
 MOST_BENCHMARK_LINES = 3_500
 LONGEST_FILE, LONGEST_FUNCTION = 440, 60
 HOT_PATH = ("actors", "learner", "replay/limiter.py", "records.py")

@@ -205,17 +205,18 @@ def _audit_all(
     size, chunk = models.world.image_size, models.world.action_spec.chunk
     source = config.source(config.rows, image_size=size, horizon=models.max_decisions * chunk)
     with SimulatorPool(source, workers=config.workers) as pool:
-        check_fits(models.policy, pool.spec)
         check_imagines(models.world, pool.spec, "the audit")
         if run is not None:
-            refuse_foreign_tasks(run.tasks, pool.spec.tasks, config.simulator, "Choose another simulator.")
+            refuse_foreign_tasks(run.tasks, pool.spec.tasks, config.simulator, "Choose another --simulator.")
         chosen = {name: getattr(config, name) for name in ("seed", "tasks", "trials")}
         episodes = config.episodes or (0 if pool.spec.trials else EPISODES)
         plays = evaluation_plays(pool.spec, episodes=episodes, repeats=1, **chosen)
+        check_fits(models.policy, pool.spec, (play.start.task for play in plays))
         with progress(total=len(plays) * len(policies), desc="audit", unit="episode") as bar:
             for name, text in policies.items():
                 if found:
                     models = replace(models, policy=named_policy(text, config.policy_settings).load(device))
+                models = replace(models, policy_name=f"policy {text}")
                 found[name] = audit(
                     models, pool, plays, rows=config.rows, seed=config.seed, progress=bar.update
                 )
@@ -228,12 +229,12 @@ def _load_models(config: AuditConfig, policy: str, device: torch.device) -> Audi
     from asyncrl.launch.named_models import folder_part, named_policy, named_reward, named_world
     from asyncrl.policies.interface import SamplingParams
     from asyncrl.simulators.interface import SimulatorSource
-    from asyncrl.storage.assets import DEFAULT, start_states_path
+    from asyncrl.storage.assets import start_states_path
     from asyncrl.worlds.start_states import load_start_states
 
     tasks = SimulatorSource(name=config.simulator, settings=config.simulator_settings).spec().tasks
-    if config.start_states or not tasks:
-        path = start_states_path(config.start_states or DEFAULT, folder_part(config.world))
+    if config.start_states:
+        path = start_states_path(config.start_states, folder_part(config.world))
         tasks = tasks_of(load_start_states(path))
     settings, _ = with_world_defaults(
         TrainConfig(

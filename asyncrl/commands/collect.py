@@ -86,13 +86,14 @@ def _record(config: CollectConfig, source: SimulatorSource) -> int:
 
         named = named_policy(config.policy, config.policy_settings)
         policy = named.load(take_device(config.device))
-        act = acting(policy, SamplingParams(temperature=config.temperature, top_k=0), rows=8)
+        sampling = SamplingParams(temperature=config.temperature, top_k=0)
+        act = acting(policy, sampling, 8, f"policy {config.policy}")
         about = {"policy": config.policy, "temperature": config.temperature}
         extra = 0
     with SimulatorPool(source, workers=config.workers) as pool:
-        if policy is not None:
-            check_fits(policy, pool.spec)
         starts = training_starts(pool.spec, config.episodes, config.seed, config.tasks)
+        if policy is not None:
+            check_fits(policy, pool.spec, (start.task for start in starts))
         about |= {"source": asdict(source)}
         return record(config.out, pool, act, starts, extra_decisions=extra, about=about)
 

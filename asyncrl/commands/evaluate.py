@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from asyncrl.simulators.rollout import Act, SimulatedEpisode
     from asyncrl.worlds.interface import World
 
-OTHER_TASKS = "Choose another simulator, or add --other-tasks: no task of training is measured then."
+OTHER_TASKS = "Choose another --simulator, or add --other-tasks: no task of training is measured then."
 EXPERT = "expert"  # Name of the simulator's own demonstrator
 
 
@@ -201,7 +201,7 @@ def _evaluate(config: EvaluateConfig, run: RunSettings | None) -> None:
         named = named_policy(config.checkpoint, config.policy_settings)
         policy, folder = named.load(take_device(config.device)), str(named.folder)
         sampling = SamplingParams(temperature=config.temperature, top_k=config.top_k)
-        act = success_rate.acting(policy, sampling, config.rows)
+        act = success_rate.acting(policy, sampling, config.rows, f"policy {config.checkpoint}")
     world: World[Any] | None = None
     if config.video:  # Its errors come before the episodes are played.
         contact_sheet.check_suffix(Path(config.video))
@@ -220,14 +220,14 @@ def _evaluate(config: EvaluateConfig, run: RunSettings | None) -> None:
         )
     with SimulatorPool(source, config.workers) as pool:
         spec = pool.spec
+        chosen = {name: getattr(config, name) for name in ("episodes", "seed", "tasks", "trials", "repeats")}
+        plays = evaluation_plays(spec, **chosen)
         if policy is not None:
-            success_rate.check_fits(policy, spec)
+            success_rate.check_fits(policy, spec, (play.start.task for play in plays))
             if run is not None and not config.other_tasks:
                 success_rate.refuse_foreign_tasks(run.tasks, spec.tasks, config.simulator, OTHER_TASKS)
         if world is not None:
             contact_sheet.check_imagines(world, spec)
-        chosen = {name: getattr(config, name) for name in ("episodes", "seed", "tasks", "trials", "repeats")}
-        plays = evaluation_plays(spec, **chosen)
         shown = contact_sheet.PAIRS if world is not None else 0
         on_frames = _movie_writer(Path(config.movies)) if config.movies else None
         result, played = success_rate.evaluate(pool, act, plays, on_frames=on_frames, keep_frames=shown)

@@ -13,17 +13,8 @@ import tyro
 from asyncrl.config.help import subcommands
 from asyncrl.devices.tensors import take_device
 from asyncrl.errors import ConfigError
+from asyncrl.fitting import settings
 from asyncrl.fitting.recording_files import FrameFile, Recordings
-from asyncrl.fitting.settings import (
-    FitDecoder,
-    FitKeyframes,
-    FitPolicy,
-    FitReward,
-    FitStarts,
-    FitWorld,
-    FromData,
-    Trained,
-)
 from asyncrl.fitting.sources import load_recordings
 from asyncrl.launch.job import read_job
 from asyncrl.storage.assets import policy_folder, start_states_path, world_folder
@@ -38,8 +29,8 @@ if TYPE_CHECKING:
 
 ARGUMENTS: Any = subcommands(
     {
-        **{"policy": FitPolicy, "world": FitWorld, "reward": FitReward},
-        **{"starts": FitStarts, "keyframes": FitKeyframes, "decoder": FitDecoder},
+        **{"policy": settings.FitPolicy, "world": settings.FitWorld, "reward": settings.FitReward},
+        **{"starts": settings.FitStarts, "keyframes": settings.FitKeyframes, "decoder": settings.FitDecoder},
     }
 )
 
@@ -60,11 +51,15 @@ def main(arguments: list[str]) -> int:
 
     # float32 products round their inputs to TF32 where the GPU can: several times faster.
     torch.set_float32_matmul_precision("high")
-    kept = Kept.of(config) if isinstance(config, Trained) else None
+    kept = Kept.of(config) if isinstance(config, settings.Trained) else None
     if kept is not None and kept.check() and read_job().rank == 0:
         print(f"goes on with the unfinished fit in {kept.folder}", flush=True)
-    fits: dict[type, Callable[[Any], None]] = {FitPolicy: _fit_policy, FitWorld: _fit_world}
-    fits |= {FitReward: _fit_reward, FitStarts: _write_states, FitKeyframes: _write_states}
+    fits: dict[type, Callable[[Any], None]] = {settings.FitPolicy: _fit_policy, settings.FitWorld: _fit_world}
+    fits |= {
+        settings.FitReward: _fit_reward,
+        settings.FitStarts: _write_states,
+        settings.FitKeyframes: _write_states,
+    }
     fits.get(type(config), _fit_decoder)(config)
     if read_job().rank == 0:
         remove(kept.folder) if kept is not None else None
@@ -72,7 +67,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _read(config: FromData) -> Recordings:
+def _read(config: settings.FromData) -> Recordings:
     prints = read_job().rank == 0
     if prints:
         print(f"reading {', '.join(map(str, config.data))}", flush=True)
@@ -83,7 +78,7 @@ def _read(config: FromData) -> Recordings:
     return recordings
 
 
-def _fit_policy(config: FitPolicy) -> None:
+def _fit_policy(config: settings.FitPolicy) -> None:
     import torch
 
     from asyncrl.fitting.fit_models import check_imitable, fit_policy, fresh_policy, write_statistics
@@ -110,7 +105,7 @@ def _fit_policy(config: FitPolicy) -> None:
     print(f"policy in {config.out}: {loss:.3f} nats per action token")
 
 
-def _fine_tunes_policy(config: FitPolicy) -> bool:
+def _fine_tunes_policy(config: settings.FitPolicy) -> bool:
     from asyncrl.policies.openvla.names import UNUSED_NORM
     from asyncrl.storage.tensor_files import TensorFiles
 
@@ -120,18 +115,20 @@ def _fine_tunes_policy(config: FitPolicy) -> bool:
     return UNUSED_NORM in TensorFiles(policy_folder(config.refine)).names()
 
 
-def _redrawn(config: FitPolicy | FitReward, recordings: Recordings, device: torch.device) -> FrameFile | None:
+def _redrawn(
+    config: settings.FitPolicy | settings.FitReward, recordings: Recordings, device: torch.device
+) -> FrameFile | None:
     from asyncrl.fitting.world import check_same_size, load_fitted
 
     if not config.world:
         return None
-    folder = world_folder(config.world) if isinstance(config, FitPolicy) else config.world
+    folder = world_folder(config.world) if isinstance(config, settings.FitPolicy) else config.world
     world = load_fitted(folder, device)
     check_same_size(world, recordings, "world")
     return world.redraw(recordings)
 
 
-def _fit_world(config: FitWorld) -> None:
+def _fit_world(config: settings.FitWorld) -> None:
     import torch
 
     from asyncrl.fitting.loop import Schedule
@@ -169,7 +166,7 @@ def _fit_world(config: FitWorld) -> None:
     print(f"world version {config.version} in {config.out}: velocity error {loss:.4f}")
 
 
-def _fine_tunes_world(config: FitWorld) -> bool:
+def _fine_tunes_world(config: settings.FitWorld) -> bool:
     from asyncrl.fitting.world import fit_class
     from asyncrl.worlds.files import is_published, world_kind
 
@@ -181,7 +178,7 @@ def _fine_tunes_world(config: FitWorld) -> bool:
     return is_published(folder) and fit_class(world_kind(folder)).fine_tunes
 
 
-def _fit_reward(config: FitReward) -> None:
+def _fit_reward(config: settings.FitReward) -> None:
     import torch
 
     from asyncrl.fitting.fit_models import fit_reward, fresh_reward
@@ -200,12 +197,12 @@ def _fit_reward(config: FitReward) -> None:
     print(f"reward model in {config.world}: cross-entropy {loss:.4f}")
 
 
-def _write_states(config: FitStarts | FitKeyframes) -> None:
+def _write_states(config: settings.FitStarts | settings.FitKeyframes) -> None:
     from asyncrl.fitting import starts
     from asyncrl.worlds.start_states import save_start_states
 
     what = "start states"
-    if isinstance(config, FitKeyframes):
+    if isinstance(config, settings.FitKeyframes):
         states, what = starts.keyframe_states(_read(config), config.count), "key frames"
     elif config.pictures:
         pictures, instructions = Path(config.pictures), Path(config.instructions)
@@ -216,7 +213,7 @@ def _write_states(config: FitStarts | FitKeyframes) -> None:
     print(f"{len(states)} {what} of {len({state.task for state in states})} tasks in {config.out}")
 
 
-def _fit_decoder(config: FitDecoder) -> None:
+def _fit_decoder(config: settings.FitDecoder) -> None:
     import torch
 
     from asyncrl.fitting.fit_decoder import compare, fit_decoder, fresh_decoder, write_decoder
@@ -250,7 +247,7 @@ def _fit_decoder(config: FitDecoder) -> None:
 
 
 def _imagine(
-    config: FitDecoder, world: Any, device: torch.device, dtype: torch.dtype
+    config: settings.FitDecoder, world: Any, device: torch.device, dtype: torch.dtype
 ) -> tuple[ImaginedVideos, ImaginedVideos]:
     from asyncrl.fitting.fit_decoder import imagine_episodes
     from asyncrl.policies.interface import SamplingParams

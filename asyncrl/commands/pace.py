@@ -213,7 +213,6 @@ def _part(path: Path) -> Path:
 
 
 def _make(path: Path, commands: list[list[str]]) -> None:
-    """Run the commands that write an output, unless it is there; it gets its name when they are done."""
     if path.exists():
         return
     if _part(path).is_dir():

@@ -104,7 +104,6 @@ def main(arguments: list[str]) -> int:
     ranks = ranks_named(config.placement)
     if ranks > 1 and "RANK" not in os.environ and not config.inline:
         checked_placement(config, ranks)  # Errors come before torchrun starts.
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         os.execv(sys.executable, [sys.executable, *torchrun, "-m", "asyncrl", "train", *arguments])  # noqa: S606
     if os.environ.get("RANK", "0") == "0":

@@ -157,7 +157,7 @@ class SimulatorSettings(Bounded, section="simulator."):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings(Bounded, section="evaluation."):
-    """How --evaluate-every measures true success, with the run's sampling, from the same held-out starts."""
+    """How --evaluate-every measures true success, with the run's sampling, from starts of its own."""
 
     episodes: Annotated[int, AtLeast(1, "it counts episodes.", "Use 64.", highest=100_000)] = 64
     """Episodes per version. More make the interval narrower, and take longer."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import asyncrl
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, RunError
 from asyncrl.storage.assets import user_cache_folder
 
 INDUCTOR: Final = "TORCHINDUCTOR_CACHE_DIR"
@@ -31,6 +31,23 @@ def to_signed(pictures: Tensor) -> Tensor:
 def to_uint8(pictures: Tensor) -> Tensor:
     """Map ``[...]`` floats in [-1, 1] (clamped) to the nearest ``[...]`` uint8."""
     return ((pictures.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+
+
+def all_finite(values: Tensor) -> bool:
+    """Return True without NaN or infinity; bools are True where something is finite."""
+    if values.dtype == torch.bool or not values.numel():
+        return bool(values.all())
+    return all(end.isfinite().item() for end in values.detach().aminmax())  # `isfinite` is 20 times slower.
+
+
+def require_finite(model: str, **outputs: Tensor) -> None:
+    """Refuse outputs of a model, floats or bools as in `all_finite`: RunError names both."""
+    for name, values in outputs.items():
+        if not all_finite(values):
+            raise RunError(
+                f"The {name.replace('_', '-')} of the {model} are not finite: its weights hold NaN or "
+                "infinity, or its numbers overflow. Use an earlier checkpoint, or copy its folder again."
+            )
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:

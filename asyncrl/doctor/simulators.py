@@ -14,18 +14,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from asyncrl import registry
-from asyncrl.doctor.checks import (
-    DEADLINE,
-    Finding,
-    Verdict,
-    broken,
-    check_package,
-    check_python,
-    ok,
-    requirements,
-    run_check,
-    warning,
-)
+from asyncrl.doctor import checks
 from asyncrl.doctor.host import GIB, free_memory
 from asyncrl.errors import RunError
 
@@ -57,26 +46,26 @@ class Measured:
     """Peak bytes of the process."""
 
 
-def examine_simulator(source: SimulatorSource) -> Iterator[Finding]:
+def examine_simulator(source: SimulatorSource) -> Iterator[checks.Finding]:
     """Check a simulator; it is not played in if a package or its renderer is missing."""
-    yield ok("settings", ", ".join([source.name, f"--places {source.places}", *source.settings]))
+    yield checks.ok("settings", ", ".join([source.name, f"--places {source.places}", *source.settings]))
     found = [
         finding
-        for name, check in [("Python", check_python), *_checks_of(source.name)]
-        if (finding := run_check(name, check, DEADLINE))
+        for name, check in [("Python", checks.check_python), *_checks_of(source.name)]
+        if (finding := checks.run_check(name, check, checks.DEADLINE))
     ]
     yield from found
-    if any(finding.verdict is Verdict.BROKEN for finding in found):
+    if any(finding.verdict is checks.Verdict.BROKEN for finding in found):
         return
     played: list[Measured] = []
-    if finding := run_check("simulator", partial(check_play, source, played), PLAY_DEADLINE):
+    if finding := checks.run_check("simulator", partial(check_play, source, played), PLAY_DEADLINE):
         yield finding
     for measured in played:
         yield describe_speed(measured)
         yield judge_memory(measured)
 
 
-def _checks_of(name: str) -> list[tuple[str, Callable[[], Finding]]]:
+def _checks_of(name: str) -> list[tuple[str, Callable[[], checks.Finding]]]:
     """Return the checks of packages and renderer that a built-in simulator needs."""
     if name not in registry.BUILT_IN["simulator"]:
         return []
@@ -84,18 +73,18 @@ def _checks_of(name: str) -> list[tuple[str, Callable[[], Finding]]]:
     if family == "maniskill":
         from asyncrl.simulators.maniskill.tasks import require_device as require
 
-        needed, drawing = requirements(family), "Vulkan"
+        needed, drawing = checks.requirements(family), "Vulkan"
     else:
         from asyncrl.simulators.rendering import require_backend as require
 
-        needed = [one for one in requirements() if one.name == "mujoco"]
-        needed += requirements(family) if family == "libero" else []
+        needed = [one for one in checks.requirements() if one.name == "mujoco"]
+        needed += checks.requirements(family) if family == "libero" else []
         drawing = "OpenGL"
-    packages = [(one.name, partial(check_package, one)) for one in needed]
-    return [*packages, (drawing, lambda: ok(drawing, require()))]
+    packages = [(one.name, partial(checks.check_package, one)) for one in needed]
+    return [*packages, (drawing, lambda: checks.ok(drawing, require()))]
 
 
-def check_play(source: SimulatorSource, played: list[Measured]) -> Finding:
+def check_play(source: SimulatorSource, played: list[Measured]) -> checks.Finding:
     """Play in one worker process, as `evaluate` does, and describe the simulator; adds to `played`."""
     played.append(measured := measure(source))
     spec = measured.spec
@@ -105,7 +94,7 @@ def check_play(source: SimulatorSource, played: list[Measured]) -> Finding:
     if source.may_have_expert():
         made = not isinstance(registry.resolve("simulator", source.name), type)
         expert = "with an expert" + " if what the function makes has one" * made
-    return ok(
+    return checks.ok(
         "simulator",
         f"{spec.name}: {tasks}, {starts}, {spec.max_steps} steps, pictures of "
         f"{size} x {size} ({', '.join(spec.cameras)}), {spec.state_dim} numbers of state, actions of "
@@ -113,11 +102,11 @@ def check_play(source: SimulatorSource, played: list[Measured]) -> Finding:
     )
 
 
-def describe_speed(measured: Measured) -> Finding:
+def describe_speed(measured: Measured) -> checks.Finding:
     """Report the times of a start, a reset and a step."""
     places = measured.spec.places
     together = f" of {places} places together" if places > 1 else ""
-    return ok(
+    return checks.ok(
         "speed",
         f"ready after {measured.start:.1f} s, a reset takes {measured.reset:.2f} s; a step{together} "
         f"{1e3 * measured.drawn:.1f} ms with pictures, {1e3 * measured.undrawn:.1f} without: "
@@ -125,7 +114,7 @@ def describe_speed(measured: Measured) -> Finding:
     )
 
 
-def judge_memory(measured: Measured) -> Finding:
+def judge_memory(measured: Measured) -> checks.Finding:
     """Compare the memory of a process with the free memory."""
     places, free = measured.spec.places, free_memory()
     workers, cores = int(free // measured.memory), len(os.sched_getaffinity(0))
@@ -134,10 +123,10 @@ def judge_memory(measured: Measured) -> Finding:
         f"{free / GIB:.1f} GiB are free"
     )
     if workers < 1:
-        return broken("memory", f"{seen}: too little for one.", "Use fewer places.")
+        return checks.broken("memory", f"{seen}: too little for one.", "Use fewer places.")
     if workers < cores:
-        return warning("memory", f"{seen}.", f"Use at most --workers {workers}.")
-    return ok("memory", f"{seen}, for {workers} workers; there are {cores} cores")
+        return checks.warning("memory", f"{seen}.", f"Use at most --workers {workers}.")
+    return checks.ok("memory", f"{seen}, for {workers} workers; there are {cores} cores")
 
 
 def measure(source: SimulatorSource) -> Measured:

@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
+from torch import Tensor
 
 from asyncrl.config.sections import SuccessFrames
+from asyncrl.devices.tensors import require_finite
 from asyncrl.errors import ConfigError
 from asyncrl.observability import process_status
 from asyncrl.records import StartState
@@ -52,6 +54,7 @@ def _imagine_together(world: World[State], episodes: Sequence[SimulatedEpisode])
     for decision in range(decisions):
         actions = actions_BFA[:, 1 + chunk * decision : 1 + chunk * (decision + 1)]
         frames, state = world.imagine(state, actions, [episode.seed + decision for episode in episodes])
+        require_finite("world model", frames=state.finite)
         parts.append(frames.cpu().numpy())
         process_status.progress()
     drawn = np.concatenate(parts, axis=1)
@@ -84,7 +87,7 @@ def check_imagines(world: World[Any], spec: SimulatorSpec, what: str = "--video"
     if wanted != drawn:
         raise ConfigError(
             f"{what}: {spec.name} shows {wanted[0]} pixels and takes {wanted[1]} numbers, but --world draws "
-            f"{drawn[0]} pixels and takes {drawn[1]}. Set --image-size {drawn[0]}, or another --world."
+            f"{drawn[0]} pixels and takes {drawn[1]}. Choose another --world or --simulator."
         )
     if getattr(world, "needs_pose", False) and not spec.poses:
         raise ConfigError(
@@ -132,12 +135,19 @@ def judge(
         steps = len(imagined) - 1
         drawn = torch.from_numpy(imagined[1:]).to(world.device)[None]
         whole = np.zeros(-(-steps // chunk) * chunk, np.float32)  # It may have ended within a decision.
-        whole[:steps] = reward.score(drawn, [episode.task]).float().cpu().numpy()[0]
+        whole[:steps] = scores_of(reward, drawn, [episode.task])[0]
         decided = deciding_step(whole.reshape(-1, chunk), threshold, frames)
         judged_at = None if decided is None else decided[0] * chunk + decided[1] + 1
         scores = np.concatenate([np.zeros(1, np.float32), whole[:steps]])
         found.append(replace(unjudged(episode, imagined), scores=scores, judged_at=judged_at))
     return found
+
+
+def scores_of(reward: RewardModel, frames_BTHW3: Tensor, tasks: Sequence[str]) -> NDArray[np.float32]:
+    """Return the probabilities of success ``[B, T]``; a RunError if they are not finite."""
+    scores = reward.score(frames_BTHW3, tasks).float()
+    require_finite("reward model", scores=scores)
+    return scores.cpu().numpy()
 
 
 def unjudged(episode: SimulatedEpisode, imagined: NDArray[np.uint8] | None = None) -> JudgedEpisode:
@@ -159,10 +169,7 @@ def write_contact_sheet(path: Path, episodes: Sequence[SimulatedEpisode], world:
 
 
 def write_judged_movie(path: Path, episodes: Sequence[JudgedEpisode], title: str) -> None:
-    """Write truth next to imagination, step by step; ended episodes keep their last picture.
-
-    The imagined half stops at the step at which training calls it a success.
-    """
+    """Write truth next to imagination, which stops where training calls it a success; others at their end."""
     with replacing(path) as part:
         written = part.with_suffix(path.suffix)
         media.write_movie(written, movie(episodes, title), rate=RATE)

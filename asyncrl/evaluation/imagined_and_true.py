@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.config.sections import SuccessFrames
-from asyncrl.evaluation.contact_sheet import start_of
+from asyncrl.devices.tensors import require_finite
+from asyncrl.evaluation.contact_sheet import scores_of, start_of
 from asyncrl.evaluation.success_rate import SuccessRate
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
@@ -52,6 +53,7 @@ class AuditModels:
     max_decisions: int
     threshold: float
     success_frames: SuccessFrames
+    policy_name: str = "policy"  # In errors
 
     def end(self, scores_NC: NDArray[np.float32]) -> int | None:
         """Return the decision, from 0, in which an episode succeeds; None if it does not."""
@@ -68,10 +70,12 @@ class AuditModels:
             noise = [noise_seed(seed, decision) for seed in seeds]
             inputs = self.policy.preprocess(shown, tasks)
             acted = self.policy.act(inputs, self.sampling, [sampling_seed(one) for one in noise])
+            require_finite(self.policy_name, actions=acted.actions, log_probs=acted.logprob)
             chosen.append(acted.actions.float().cpu().numpy())
             actions = torch.from_numpy(chosen[-1]).to(self.world.device)
             frames, state = self.world.imagine(state, actions, noise)
-            scored.append(self.reward.score(frames, tasks).float().cpu().numpy())
+            require_finite("world model", frames=state.finite)
+            scored.append(scores_of(self.reward, frames, tasks))
             drawn.append(frames.cpu().numpy())
             shown = drawn[-1][:, -1]
             if all(self.end(scores_NC) is not None for scores_NC in np.stack(scored, axis=1)):
@@ -89,7 +93,7 @@ class AuditModels:
         true = torch.from_numpy(episode.frames[1 : 1 + decisions * chunk]).to(self.world.device)
         scores = np.zeros(decisions * chunk, np.float32)
         if len(true):
-            scores[: len(true)] = self.reward.score(true[None], [episode.task]).float().cpu().numpy()[0]
+            scores[: len(true)] = scores_of(self.reward, true[None], [episode.task])[0]
         return scores.reshape(decisions, chunk)
 
 
@@ -174,7 +178,6 @@ def audit(
 def _audit_batch(
     models: AuditModels, pool: SimulatorPool, plays: list[Play], seeds: list[int]
 ) -> Iterator[AuditedEpisode]:
-    """Audit as many episodes as there are plays; there is a seed for every row of a pass."""
 
     def follow(shown: Observations) -> list[NDArray[np.float32] | None]:
         places = zip(shown.plays, shown.decisions, strict=True)
@@ -304,7 +307,8 @@ def _imagine_members(
         actions_BCA = torch.from_numpy(np.stack([episodes[member].actions[n] for member in members]))
         seeds = [int(episodes[member].noise_seeds[n]) for member in members]
         frames, state = world.imagine(state, actions_BCA.to(world.device), seeds)
-        scores_BC = reward.score(frames, [start.task] * len(members)).cpu().numpy()
+        require_finite("world model", frames=state.finite)
+        scores_BC = scores_of(reward, frames, [start.task] * len(members))
         frames_BCHW3, in_state = frames.cpu().numpy(), members
         for row, member in enumerate(going_on):
             drawn[member].append(frames_BCHW3[row])
@@ -322,4 +326,6 @@ def logprobs_again(policy: Policy, episode: Episode, decisions: Sequence[int]) -
         name: torch.from_numpy(array[chosen]).to(policy.device) for name, array in episode.sample.items()
     }
     sampling = SamplingParams(temperature=episode.temperature, top_k=episode.top_k)
-    return policy.evaluate(inputs, sample, sampling).logprob.float().cpu().numpy()
+    logprob = policy.evaluate(inputs, sample, sampling).logprob.float()
+    require_finite("policy", log_probs=logprob)
+    return logprob.cpu().numpy()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -94,14 +94,12 @@ def episode_row(episode: SimulatedEpisode) -> dict[str, object]:
     }
 
 
-def acting(policy: Policy, sampling: SamplingParams, rows: int) -> Act:
-    """Turn a policy into the function that a rollout calls.
-
-    Args:
-        rows: Of every pass; fewer are filled up with copies of the first. A row's last digits depend on the
-            number of rows, and must not depend on which simulator answered first.
-    """
+def acting(policy: Policy, sampling: SamplingParams, rows: int, name: str = "policy") -> Act:
+    """Turn a policy into the function that a rollout calls; RunError calls it `name` if it is not finite."""
+    # Passes are filled up to `rows`: a row's last digits depend on their number, and must not on timing.
     import torch
+
+    from asyncrl.devices.tensors import require_finite
 
     @torch.inference_mode()
     def act(shown: Observations) -> NDArray[np.float32]:
@@ -113,9 +111,9 @@ def acting(policy: Policy, sampling: SamplingParams, rows: int) -> Act:
             chosen = {name: [values[row] for row in filled] for name, values in lists.items()}
             some = replace(shown, images=shown.images[filled], states=shown.states[filled], **chosen)
             states = some.states if some.states.shape[1] else None
-            acted = policy.act(
-                policy.preprocess(pictures(some.images), some.tasks, states), sampling, some.seeds
-            )
+            inputs = policy.preprocess(pictures(some.images), some.tasks, states)
+            acted = policy.act(inputs, sampling, some.seeds)
+            require_finite(name, actions=acted.actions, log_probs=acted.logprob)
             parts.append(acted.actions.float().cpu().numpy()[: len(real)])
         return np.concatenate(parts)
 
@@ -127,21 +125,21 @@ def pictures(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return images[:, 0] if images.shape[1] == 1 else images
 
 
-def check_fits(policy: Policy, spec: SimulatorSpec) -> None:
-    """Refuse a policy that cannot play in a simulator, before an episode is begun."""
+def check_fits(policy: Policy, spec: SimulatorSpec, tasks: Iterable[str] = ()) -> None:
+    """Refuse a policy that cannot play `tasks` (none: all) in a simulator, before an episode is begun."""
     if policy.action_spec.dim != spec.action_dim:
         raise ConfigError(
-            f"--policy makes {policy.action_spec.dim} numbers per step, but --simulator {spec.name} takes "
+            f"the policy makes {policy.action_spec.dim} numbers per step, but {spec.name} takes "
             f"{spec.action_dim}. Choose a policy and a simulator that belong together."
         )
     images = np.zeros((1, len(spec.cameras), spec.image_size, spec.image_size, 3), np.uint8)
     states = np.zeros((1, spec.state_dim), np.float32) if spec.state_dim else None
-    for task in spec.tasks or ("take action",):  # All of them: a policy must be able to tell them apart.
+    for task in sorted({*tasks} - {""}) or spec.tasks or ("take action",):
         try:
             policy.preprocess(pictures(images), [task], states)
         except ConfigError as error:
             raise ConfigError(
-                f"--policy cannot play in --simulator {spec.name}, which shows {len(spec.cameras)} pictures "
+                f"the policy cannot play in {spec.name}, which shows {len(spec.cameras)} pictures "
                 f"({', '.join(spec.cameras)}) and {spec.state_dim} numbers of state: {error}"
             ) from error
 
@@ -190,6 +188,6 @@ def refuse_foreign_tasks(tasks: Collection[str], known: Sequence[str], simulator
     near = difflib.get_close_matches(foreign[0], known, n=1, cutoff=0.0)[0]
     right = simulator_of_tasks(tasks)
     raise ConfigError(
-        f"the run's policy was trained on {foreign[0]!r}, which is no task of --simulator {simulator} (the "
-        f"nearest of its {len(known)} is {near!r}). {f'Use --simulator {right}.' if right else remedy}"
+        f"the run's policy was trained on {foreign[0]!r}, which is no task of {simulator} (the nearest "
+        f"of its {len(known)} is {near!r}). {f'{right} has them. ' if right else ''}{remedy}"
     )

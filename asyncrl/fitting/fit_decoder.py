@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from asyncrl.devices.tensors import to_uint8
+from asyncrl.devices.tensors import require_finite, to_uint8
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.loop import Schedule, minimise, prepared
 from asyncrl.fitting.world import reconstruction_loss, to_video
@@ -101,7 +101,9 @@ def imagine_episodes(
                     sources = ([seed, begin + row, decision] for row in range(len(some)))
                     seeds = [int(np.random.SeedSequence(words).generate_state(1)[0]) for words in sources]
                     acted = policy.act(policy.preprocess(seen_BHW3, tasks), sampling, seeds)
+                    require_finite("policy", actions=acted.actions, log_probs=acted.logprob)
                     frames, state = world.imagine(state, acted.actions, seeds)
+                    require_finite("world model", frames=state.finite)
                     seen_BHW3 = frames[:, -1].cpu().numpy()
                     bar.update(len(some))
                 parts.append((torch.cat(recorder.latents, dim=2), torch.cat(recorder.frames, dim=1)))
@@ -162,11 +164,14 @@ def compare(
     verdicts: list[tuple[Tensor, Tensor]] = []
     for begin in progress(range(0, len(held_out), COMPARED), desc="compare"):
         rows = slice(begin, begin + COMPARED)
-        drawn = to_uint8(decoder(held_out.latents[rows].to(device))).permute(0, 2, 3, 4, 1)[:, OPENING:]
+        pictures = decoder(held_out.latents[rows].to(device))
+        require_finite("tiny decoder", frames=pictures)
+        drawn = to_uint8(pictures).permute(0, 2, 3, 4, 1)[:, OPENING:]
         wanted = held_out.frames[rows].to(device)[:, OPENING:]
         decibels.append(psnr(drawn, wanted).flatten())
         if reward is not None:
             scores = [reward.score(video, held_out.tasks[rows]) for video in (wanted, drawn)]
+            require_finite("reward model", scores=torch.stack(scores))
             verdicts.append((scores[0] >= threshold, scores[1] >= threshold))
     per_frame = torch.cat(decibels)
     likeness = Likeness(psnr=float(per_frame.mean()), worst_psnr=float(per_frame.quantile(0.01)))
@@ -182,12 +187,6 @@ def compare(
 
 
 def psnr(a: Tensor, b: Tensor) -> Tensor:
-    """Compute the peak signal-to-noise ratio ``[...]`` of uint8 ``[..., H, W, 3]`` in dB, at most 78.
-
-    Example:
-        >>> black = torch.zeros(1, 2, 2, 3, dtype=torch.uint8)
-        >>> psnr(black, black + 255).tolist(), round(psnr(black, black).item())
-        ([0.0], 78)
-    """
+    """Compute the peak signal-to-noise ratio ``[...]`` of uint8 ``[..., H, W, 3]`` in dB, at most 78."""
     error = (a.float() - b.float()).square().flatten(-3).mean(-1)
     return 10 * torch.log10(255**2 / error.clamp(min=1e-3))

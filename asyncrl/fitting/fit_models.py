@@ -41,12 +41,7 @@ LEAST_RANGE: Final = 1e-3  # Least width of a number that (nearly) never changed
 
 
 def patch_size(image_size: int) -> int:
-    """Choose the side of a patch: at most `LARGEST_PATCH` pixels, with at least 8 x 8 patches if possible.
-
-    Example:
-        >>> [patch_size(side) for side in (64, 96, 128, 256)]
-        [8, 12, 16, 16]
-    """
+    """Choose the side of a patch: at most `LARGEST_PATCH` pixels, with at least 8 x 8 patches if possible."""
     most = min(LARGEST_PATCH, max(1, image_size // 8))
     patch = max(side for side in range(1, most + 1) if image_size % side == 0)
     if image_size // patch > 2 * -(-image_size // most):

@@ -267,7 +267,7 @@ def minimise(
                 make(step)
             process_status.progress()
             bar.update(1)
-            if (step + 1) % 100 == 0:
+            if step == 0 or (step + 1) % 100 == 0:
                 bar.set_postfix(loss=f"{_finite_mean(name, losses[-100:], schedule.ranks):.4f}")
             state.keep_if_due()
     with torch.no_grad():
@@ -383,5 +383,7 @@ def _adamw(module: nn.Module, weight_decay: float) -> torch.optim.AdamW:
 def _finite_mean(name: str, losses: Sequence[Tensor], ranks: FitRanks) -> float:
     mean = float(ranks.sum(torch.stack(list(losses)).mean()) / ranks.size)
     if not math.isfinite(mean):
-        raise RunError(f"The loss of `{name}` is {mean}. Lower its learning rate, or check the recordings.")
+        first = "That is its first step: give another --refine or --autoencoder"
+        advice = first if len(losses) == 1 else "Lower its learning rate"
+        raise RunError(f"The loss of `{name}` is {mean}. {advice}, or check the recordings.")
     return mean

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from asyncrl.devices.tensors import to_uint8
+from asyncrl.devices.tensors import require_finite, to_uint8
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.fit_models import LEAST_RANGE, action_range
 from asyncrl.fitting.loop import ONE_RANK, FitRanks, Schedule, minimise, prepared
@@ -213,6 +213,7 @@ def redraw(vae: WanVae, latents: Latents, recordings: Recordings) -> FrameFile:
         # As few batches as can be, of equal sizes: the last one is not smaller by far.
         for part in np.array_split(alike, -(-len(alike) // batch)):
             video = decode_stream(vae, torch.stack([latents[e] for e in part]).transpose(1, 2))
+            require_finite("world's autoencoder", pictures=video)
             drawn = to_uint8(video).permute(0, 2, 3, 4, 1).cpu().numpy()
             for episode, stream in zip(part, drawn, strict=True):
                 span = recordings.span(episode)

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.devices.tensors import to_device, to_signed, to_uint8
+from asyncrl.devices.tensors import require_finite, to_device, to_signed, to_uint8
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.fitting.loop import BatchSource, Schedule, minimise, prepared
 from asyncrl.fitting.recording_files import FrameFile, Recordings
@@ -304,8 +304,9 @@ class FrameByFrameFit(FittedWorld):
         count, height, width, _ = recordings.frames.shape
         drawn = FrameFile((count, height, width, 3))
         for piece, frames_N3HW in self._pieces(recordings, "redraw"):
-            frames = to_uint8(self.autoencoder.decode(self.autoencoder.encode(frames_N3HW)))
-            drawn.write(piece.start, frames.permute(0, 2, 3, 1).cpu().numpy())
+            pictures = self.autoencoder.decode(self.autoencoder.encode(frames_N3HW))
+            require_finite("world's autoencoder", pictures=pictures)
+            drawn.write(piece.start, to_uint8(pictures).permute(0, 2, 3, 1).cpu().numpy())
         return drawn
 
     def _pieces(self, recordings: Recordings, name: str) -> Iterator[tuple[slice, Tensor]]:

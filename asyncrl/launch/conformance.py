@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.devices.offload import OffloadedTensors
+from asyncrl.devices.tensors import all_finite
 from asyncrl.episode_layout import sample_specs
 from asyncrl.errors import ConfigError
 from asyncrl.facts import check_instructions
@@ -100,7 +101,7 @@ class Trial:
         return state
 
     def imagine(
-        self, state: Any, actions: Tensor | None = None, seeds: Sequence[int] = SEEDS
+        self, state: Any, actions: Tensor | None = None, seeds: Sequence[int] = SEEDS, poisoned: bool = False
     ) -> tuple[Tensor, Any]:
         """Imagine a decision, by default of the two slots, and check frames and state."""
         report, spec, size = self.report, self.world.action_spec, self.world.image_size
@@ -111,7 +112,9 @@ class Trial:
         (frames, after), rows = found, len(seeds)
         report.array("imagine()[0]", frames, "uint8", (rows, spec.chunk, size, size, 3))
         report.require(len(after) == rows, "imagine()[1]", len(after), f"a state of {rows} rows")
-        report.array("imagine()[1].finite", after.finite, "bool", (rows,))
+        finite = report.array("imagine()[1].finite", after.finite, "bool", (rows,))
+        wanted = "True everywhere: its weights may hold NaN"
+        report.require(poisoned or all_finite(finite), "imagine()[1].finite", finite.tolist(), wanted)
         return frames, after
 
     def alike(self, one: Tensor, other: Tensor, method: str, said: str, most: float = LEVELS) -> None:
@@ -205,7 +208,7 @@ def _not_finite(trial: Trial) -> None:
     poisoned[0] = float("nan")
     state: Any = trial.opened
     for given, expected in ((poisoned, trial.first[0]), (actions, trial.second[0])):
-        frames, state = trial.imagine(state, given)
+        frames, state = trial.imagine(state, given, poisoned=True)
         found = state.finite.tolist()
         require(found == [False, True], "imagine()[1].finite", found, "[False, True] after NaN in row 0")
         trial.alike(frames[1:], expected[1:], "imagine", "beside a row of NaN")
@@ -306,8 +309,9 @@ def _decide(policy: Policy, frames: NDArray[Any], tasks: Sequence[str], seeds: S
     report.require(wanted == found, "act().sample", found, f"the arrays of sample_arrays, {wanted}")
     for name, (dtype, sizes) in sample_format(policy).items():
         report.array(f"act().sample[{name!r}]", acted.sample[name], dtype, (rows, *sizes))
-    finite = bool(acted.actions.isfinite().all() and acted.logprob.isfinite().all())
-    report.require(finite, "act", "not finite everywhere", "finite actions and log-probs")
+    numbers = [x for x in (acted.actions, acted.logprob, acted.entropy, acted.value) if x is not None]
+    wanted = "finite actions, log-probs, entropies and values: its weights may hold NaN"
+    report.require(all(map(all_finite, numbers)), "act", "not finite everywhere", wanted)
     return acted
 
 

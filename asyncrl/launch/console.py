@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from asyncrl import __version__, registry
-from asyncrl.config.algorithm import idle_settings
+from asyncrl.config.algorithm import AlgorithmSettings, idle_settings
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import WorldDefaults
 from asyncrl.launch.placement import Placement, span
@@ -19,6 +19,8 @@ from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import trackers
 from asyncrl.observability.logger import MetricsLogger, flat, start_command
+from asyncrl.observability.metrics import Readings
+from asyncrl.records import returns_differ
 from asyncrl.storage import assets, checkpoint
 from asyncrl.storage.assets import simulator_named
 from asyncrl.storage.run_folder import BEST, recorded_start
@@ -172,7 +174,9 @@ def _after_failure(config: TrainConfig, run_dir: Path, version: int) -> str:
 
 def final_summary(config: TrainConfig, run_dir: Path, reason: str = "", tasks: Sequence[str] = ()) -> str:
     """Return the result, the reason of an early end, the newest checkpoint and the next commands."""
-    rates = successes(run_dir / "metrics.jsonl")
+    rows = update_rows(run_dir / "metrics.jsonl")
+    rates = successes(rows)
+    empty = [why for row in rows if (why := nothing_learned(config.algorithm, row))]
     newest = checkpoint.latest(run_dir)
     run = shlex.quote(short_path(run_dir))
     why = f": {reason}" if reason else ""
@@ -181,6 +185,8 @@ def final_summary(config: TrainConfig, run_dir: Path, reason: str = "", tasks: S
     if rates:
         where = "the simulator" if simulator_named(config.world) else "imagination"
         lines.append(f"{f'success in {where}:':<23} {_change(rates)}")
+    if 2 * len(empty) >= max(1, len(rows)):
+        lines.append(f"nothing to learn from:  in {len(empty)} of {len(rows)} updates {empty[-1]}")
     lines += _measured(run_dir)
     if newest is not None:
         lines.append(f"newest checkpoint:      {short_path(newest)}")
@@ -241,10 +247,44 @@ def _how_to_evaluate(config: TrainConfig, run: str, tasks: Sequence[str]) -> str
     return f"{known}. Evaluate it where the policy came from: {export}"
 
 
-def successes(path: Path) -> list[float]:
-    """Read the success rate of every update from a metrics.jsonl."""
-    rates = [row.get(m.SUCCESS_ONCE.name) for row in read_json_lines(path) if m.EVAL_SUCCESS.name not in row]
+def update_rows(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of updates from a metrics.jsonl."""
+    return [row for row in read_json_lines(path) if m.EVAL_SUCCESS.name not in row]
+
+
+def successes(rows: Iterable[Mapping[str, Any]]) -> list[float]:
+    """Return the success rate of every update."""
+    rates = [row.get(m.SUCCESS_ONCE.name) for row in rows]
     return [float(rate) if isinstance(rate, int | float) else 0.0 for rate in rates]
+
+
+def nothing_learned(settings: AlgorithmSettings, row: Mapping[str, Any]) -> str:
+    """Return why the episodes of an update taught nothing, by its metrics; empty if they did."""
+    algorithm = "" if registry.names_code(settings.advantage) else settings.kind
+    mean, spread = row.get(m.RETURN.name), row.get(m.REWARD_STD.name)
+    advice = s.SIGNAL_GROUPS.advice.rpartition("; ")[2]
+    if algorithm == "grpo" and row.get(s.SIGNAL_GROUPS.name) == 0:
+        return f"no group had both outcomes, so nothing was learned: {advice}"
+    if not (algorithm == "ppo" and isinstance(mean, float) and isinstance(spread, float)):
+        return ""
+    if not returns_differ(0.0, spread, abs(mean)):
+        return f"all episodes returned {mean:.3g}, so none was better than another: {advice}"
+    return ""
+
+
+def _tell_nothing_learned(
+    settings: AlgorithmSettings, tell: Callable[[str], None]
+) -> Callable[[int, Readings], None]:
+    before = ""
+
+    def note(step: int, values: Readings) -> None:
+        nonlocal before
+        why = nothing_learned(settings, {metric.name: value for metric, value in values.items()})
+        if why and why != before:
+            tell(f"update {step}: {why}")
+        before = why
+
+    return note
 
 
 def balance(config: TrainConfig, placement: Placement, run_dir: Path, version: int) -> str:
@@ -330,7 +370,8 @@ def opened_log(config: TrainConfig, start: LearnerStart) -> Iterator[MetricsLogg
             updates=config.updates,
             tell=log.banner,
         )
-        log.readers += [sent.note, stack.enter_context(kept)]
+        told = _tell_nothing_learned(config.algorithm, log.banner)
+        log.readers += [sent.note, stack.enter_context(kept), told]
         if config.monitor.listen:
             from asyncrl.observability import monitor
 

@@ -24,17 +24,9 @@ from asyncrl import registry
 from asyncrl.config.run import TrainConfig
 from asyncrl.devices.tensors import take_device
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.evaluation import run_checkpoints
+from asyncrl.evaluation import run_checkpoints, success_rate
 from asyncrl.evaluation.contact_sheet import judge, unjudged, write_judged_movie, write_judged_sheet
 from asyncrl.evaluation.run_checkpoints import EvaluatedVersion, RunCheckpoints, is_due
-from asyncrl.evaluation.success_rate import (
-    Evaluation,
-    acting,
-    check_fits,
-    refuse_foreign_tasks,
-    simulator_of_tasks,
-    summarise,
-)
 from asyncrl.launch.children import Supervisor
 from asyncrl.launch.environment import WorldFiles, build_world_model, check_environment
 from asyncrl.launch.named_models import load_policy_version, sampling_of
@@ -44,9 +36,9 @@ from asyncrl.observability import process_status, waits
 from asyncrl.observability.logger import SHEET, VIDEOS, picture_name
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy
-from asyncrl.simulators.interface import SimulatorSource
+from asyncrl.simulators.interface import SimulatorSource, random_start
 from asyncrl.simulators.pool import SimulatorPool
-from asyncrl.simulators.rollout import Play, SimulatedEpisode, evaluation_plays, rollout
+from asyncrl.simulators.rollout import DURING_TRAINING, Play, SimulatedEpisode, evaluation_seeds, rollout
 from asyncrl.storage import run_owner
 from asyncrl.storage.assets import simulator_named
 from asyncrl.storage.checkpoint import clean_up, forget_best_after
@@ -75,7 +67,7 @@ def plan(
     """Choose the simulator and the episodes of every version; check that a given policy can play them."""
     settings, own = config.evaluation, simulator_named(config.world)
     tasks = files.tasks
-    name = settings.simulator or own or simulator_of_tasks(tasks)
+    name = settings.simulator or own or success_rate.simulator_of_tasks(tasks)
     if not name:
         example = f", as {tasks[0]!r}" if tasks else ""
         raise ConfigError(
@@ -90,15 +82,14 @@ def plan(
     source = source.with_(places=max(1, min(source.usual_places(), most)))
     spec = source.spec()
     try:
-        refuse_foreign_tasks(tasks, spec.tasks, name, _NAME_ONE)
+        success_rate.refuse_foreign_tasks(tasks, spec.tasks, name, _NAME_ONE)
         if policy is not None:
-            check_fits(policy, spec)
+            success_rate.check_fits(policy, spec)
     except ConfigError as error:
         raise ConfigError(f"--evaluate-every is {config.evaluate_every}, but {error}") from error
-    wanted = settings.episodes
-    trials = min(-(-wanted // len(spec.tasks)), spec.trials) if spec.trials else 0
-    plays = evaluation_plays(spec, episodes=0 if trials else wanted, tasks=(), trials=trials, repeats=1)
-    return source, plays[:wanted]
+    # Never those of `asyncrl evaluate`, which the best version must not be chosen by; tasks take turns.
+    seeds = evaluation_seeds(DURING_TRAINING, settings.episodes)
+    return source, [Play(start=random_start(spec, seed)) for seed in seeds]
 
 
 class VersionPlayer:
@@ -116,7 +107,7 @@ class VersionPlayer:
         self._pool = SimulatorPool(source, max(1, config.simulator.workers))
         self.close = self._pool.close
 
-    def __call__(self, version: int, folder: Path | None) -> tuple[Evaluation, str, str]:
+    def __call__(self, version: int, folder: Path | None) -> tuple[success_rate.Evaluation, str, str]:
         """Measure one version; see `run_checkpoints.Measure`."""
         patience, plays = self._config.startup_timeout, self._plays
         with process_status.activity(f"loading version {version} to play it", patience):
@@ -125,7 +116,7 @@ class VersionPlayer:
         others = self._play(policy, plays[MOVIES:], version, len(shown), keep_frames=False)
         del policy
         _free_memory(self._device)
-        result = summarise([*shown, *others])
+        result = success_rate.summarise([*shown, *others])
         with process_status.activity(f"drawing version {version}", patience):
             title = f"version {version}: true success {result.overall.successes} of {result.overall.episodes}"
             sheet, movie = self._draw(shown, version, title)
@@ -141,7 +132,7 @@ class VersionPlayer:
             done = before + len(played)
             return f"true success of version {version}: {done} of {len(self._plays)} episodes"
 
-        act = acting(policy, sampling_of(self._config), ROWS)
+        act = success_rate.acting(policy, sampling_of(self._config), ROWS, f"policy of version {version}")
         with process_status.activity(doing(), self._config.hang_timeout):
             for episode in rollout(self._pool, act, plays, keep_frames=keep_frames):
                 played.append(episode)
@@ -151,10 +142,7 @@ class VersionPlayer:
         return sorted(played, key=lambda episode: order[episode.start.name])
 
     def _draw(self, episodes: Sequence[SimulatedEpisode], version: int, title: str) -> tuple[str, str]:
-        """Write sheet and movie; returns their names below the run's folder.
-
-        World and reward model, which may be large, are loaded for this time only.
-        """
+        """World and reward model, which may be large, are loaded for this time only."""
         config = self._config
         if simulator_named(config.world):
             judged = [unjudged(episode) for episode in episodes]
@@ -255,10 +243,7 @@ class EvaluatorProcess:
         return []
 
     def finish(self, version: int, poll: Callable[[], bool]) -> str:
-        """Wait for the result of the run's last version; returns why there is none, empty if it is not due.
-
-        Each step of the evaluator has a deadline of its own, at which the watchdog ends it.
-        """
+        """Wait for the result of the last version; returns why there is none, empty if it is not due."""
         due = is_due(version, self._config.evaluate_every, self._config.updates)
         if self._child is None or self._lost or not due:
             return ""
@@ -303,7 +288,6 @@ class EvaluatorProcess:
 
 
 def _pictures_of(run_dir: Path, row: EvaluatedVersion) -> dict[str, bytes]:
-    """Return the pictures of a measured version for TensorBoard by their tag; it shows no .mp4."""
     found = {}
     for tag, path in (("eval/sheet", row.sheet), ("eval/movie", row.movie)):
         suffix = Path(path).suffix

@@ -34,7 +34,6 @@ from asyncrl.worlds.files import is_published, world_kind, world_title
 
 
 def _ranks(config: FitPolicy | FitWorld, device: torch.device) -> AbstractContextManager[LearnerRanks]:
-    """Meet the other ranks of torchrun for the time of a block."""
     job, who = read_job(), f"the other ranks that fine-tune a {config.MODEL}"
     return joined_ranks(device, job.rank, job.size, config.precision, who, who, remedy="start it again")
 

@@ -110,7 +110,6 @@ def spawn_role(name: str, function: str, config: TrainConfig, info: RunInfo, arg
 
 
 def _wait_for_folder(run_dir: Path, mark: str, rank: int) -> None:
-    """Wait until this host sees the run's folder as rank 0 left it."""
 
     def is_here() -> bool:
         try:
@@ -210,11 +209,7 @@ def _with_weights_of_host(
 
 
 def relay_weights(config: TrainConfig, info: RunInfo, hosts: Hosts, job: Job, ending: ExitStack) -> str:
-    """Receive weights once for this host and hand them on to its actors until `ending`.
-
-    Returns:
-        The endpoint for the host's actors.
-    """
+    """Receive weights for this host and relay them to its actors until `ending`; returns their endpoint."""
     from asyncrl.devices.tensors import pick_device
     from asyncrl.weights.interface import PULL
     from asyncrl.weights.publisher import BroadcastPublisher

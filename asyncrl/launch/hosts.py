@@ -154,7 +154,6 @@ class _Meeting:
         return start, hosts
 
     def _gather(self, start: str) -> tuple[dict[int, str], dict[int, HostFacts]]:
-        """Wait for all ranks; returns the number that each made up, and the hosts' facts by first rank."""
         numbers, missing = dict[int, str](), list(range(1, self.job.size))
         facts = {0: HostFacts(**self.own or {})}
         while missing:

@@ -90,7 +90,6 @@ class _Joined(NamedTuple):
 
 
 def _imagine(joined: _Joined) -> bool:
-    """Imagine until the run is over or this process shall leave it; returns whether it is over."""
     port, receiver = joined.port, joined.receiver
     leave = partial(port.leave, SHUTDOWN_TIMEOUT_EPISODES)
     with StopFlag().listening() as stop:

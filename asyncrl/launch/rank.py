@@ -194,7 +194,6 @@ def lead(asked: TrainConfig, job: Job, hosts: Hosts, stop: StopFlag) -> int:
 
 
 def _open_weights(run: _Run, socket: Path, keys: str) -> tuple[BroadcastPublisher, str]:
-    """Open the channel of the weights; returns the carrier between hosts too."""
     from asyncrl.weights.publisher import BroadcastPublisher
 
     settings = endpoints.weight_settings(run.config, run.hosts, keys, run.start.identity)
@@ -211,7 +210,6 @@ def _news(
     evaluator: EvaluatorProcess,
     stop: StopFlag,
 ) -> list[str]:
-    """Return lines about actors that joined or left, the wait if none is left, evaluations, and a stop."""
     if why := pop_failure(*notices):
         raise RunError(why)
     lines = publisher.server.pop_events()
@@ -224,7 +222,6 @@ def _news(
 def _train(
     run: _Run, info: RunInfo, publisher: BroadcastPublisher, children: ChildProcesses, log: MetricsLogger
 ) -> Learner:
-    """Start the children, tell the other ranks of the run, learn until it ends, and end the children."""
     from asyncrl.launch import console
     from asyncrl.launch.build import build_learner, learner_group
 

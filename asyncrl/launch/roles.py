@@ -106,7 +106,6 @@ def _receiver(
     tensors: Mapping[str, Tensor],
     device: torch.device,
 ) -> Receiver:
-    """Receive the learner's weights: by the carrier of the host, or fetched by one alone on another host."""
     from asyncrl.weights.interface import PULL
     from asyncrl.weights.receiver import WeightReceiver
 

@@ -97,12 +97,10 @@ def group_relative_advantages(
 
     Sources: mean and the group's unbiased standard deviation, GRPO, arXiv 2402.03300, section 4.1.2; no
     division, Dr. GRPO, arXiv 2503.20783 (times ``G / (G - 1)`` it is RLOO, arXiv 2402.14740); deviation of
-    all returns of the batch, TRL's ``scale_rewards="batch"``.
+    all returns of the batch, TRL's ``scale_rewards="batch"`` (`batch_std` ``[]`` over all ranks).
 
-    Args:
-        returns: ``[B]`` float32, siblings adjacent, as the result: exactly 0 in a group of equal returns.
-        batch_std: ``[]`` float32 over all ranks; None: of `returns`.
-        sizes: ``[B]`` sums of absolute rewards, which tell equal returns (`returns_differ`); None: `returns`.
+    Siblings are adjacent in ``[B]`` float32 arrays; the result is exactly 0 in a group of equal returns, by
+    `returns_differ` and `sizes`, the sums of absolute rewards (None: of one reward each).
     """
     if returns.ndim != 1 or group_size < 2 or returns.shape[0] % group_size:
         raise ValueError(

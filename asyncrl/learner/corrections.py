@@ -93,10 +93,8 @@ class VTrace:
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """Estimate KL(q || p) per sample of q: ``r - 1 - log r >= 0``, ``r = p / q`` (J. Schulman, 2020).
-
-    For metrics: a sample of x nats counts ``e^x``. Beyond `MAX_LOG_RATIO` it goes on as its tangent.
-    """
+    """Estimate KL(q || p) per sample of q: ``r - 1 - log r >= 0``, ``r = p / q`` (J. Schulman, 2020)."""
+    # For metrics alone: a sample of x nats counts e^x. From there on its tangent takes its place.
     near = log_ratio.clamp(max=MAX_LOG_RATIO)
     return torch.expm1(near) - near + torch.expm1(near.detach()) * (log_ratio - near)
 

@@ -233,13 +233,13 @@ class MetricsLogger(contextlib.AbstractContextManager["MetricsLogger"]):
     def write(self, step: int, values: Readings) -> None:
         """Record an update, counted from 1, and show it on the console."""
         now = self._clock()
-        for reader in self.readers:
-            reader(step, {**values, **self._evaluated})
         self._record(step, values, now)
         with waits.waiting(waits.ROW, ROW_SECONDS):
             self._rows.settle(ROW_SECONDS)
         self._pace.append((step, now))
         self._show(step, values)
+        for reader in self.readers:
+            reader(step, {**values, **self._evaluated})
 
     def write_evaluation(
         self, step: int, values: Readings, pictures: Mapping[str, bytes] = MappingProxyType({})

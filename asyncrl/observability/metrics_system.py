@@ -32,7 +32,8 @@ REPLAY_SUCCESS = define("""replay/success, mean, share: Successful episodes of a
     to watch with --algorithm.filter-groups. Absent if no group was completed in the version before.""")
 SIGNAL_GROUPS = define("""replay/signal_groups, mean, share: Groups of the batch whose episodes differ in
     return. As near to 1 as possible; exactly 1 with --algorithm.filter-groups. Low: grpo learns from few
-    groups; use the filter, a larger --algorithm.group-size, other start states, or a higher
+    groups; use
+    --algorithm.filter-groups, a larger --algorithm.group-size, other start states, or a higher
     --algorithm.temperature.""")
 EPISODES = define("""replay/episodes, last, episodes: Episodes acknowledged since the run began. Grows by
     --algorithm.group-size times --algorithm.groups-per-update per update, plus the filtered ones.""")

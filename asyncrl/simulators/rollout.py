@@ -31,6 +31,7 @@ PATIENCE: Final = 600.0  # Seconds without any answer after which the simulators
 REPEAT_STRIDE: Final = 1 << 40  # Distance of the sampling seeds of an episode's repeated plays.
 HELD_OUT: Final = 1_000_000  # First seed of evaluation; all other uses stay below.
 SEEDS_PER_EVALUATION: Final = 100_000  # Most episodes of one.
+DURING_TRAINING: Final = 20_000  # Number of the evaluation whose starts --evaluate-every plays.
 EPISODES: Final = 256  # Default length of an evaluation at seeds.
 
 
@@ -211,7 +212,6 @@ def _decide(
     keep_frames: bool,
     extra_decisions: int,
 ) -> Iterator[int]:
-    """Ask for the next decision of slots, all at once; yield the slots whose episode ends instead."""
     if not undecided:
         return
     frames: Frames = "all" if keep_frames else "last"
@@ -260,6 +260,8 @@ def evaluation_plays(
         wrong, right = (of_seeds, of_stored) if spec.trials else (of_stored, of_seeds)
         kind = "stored ones" if spec.trials else "seeds"
         raise ConfigError(f"{wrong} do not choose starts of {spec.name}, which are {kind}: use {right}.")
+    if seed == DURING_TRAINING:
+        raise ConfigError(f"--seed {seed} has the starts that --evaluate-every plays. Use another number.")
     if trials > spec.trials:
         raise ConfigError(
             f"--trials {trials}: {spec.name} has {spec.trials} stored starts per task. Use that or less."

@@ -31,6 +31,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from asyncrl.devices.tensors import all_finite
 from asyncrl.errors import CheckpointError, first_line
 from asyncrl.observability.terminal import progress
 from asyncrl.storage.atomic import read_json, replacing, write_json
@@ -296,10 +297,8 @@ class TensorFiles:
     def read(self, name: str, buffer: Tensor | None = None) -> Tensor:
         """Read one tensor to the CPU, into `buffer` (``[bytes]`` uint8) if given. Thread-safe."""
         spec = self.spec(name)
-        if buffer is None:
-            tensor = torch.empty(spec.shape, dtype=spec.dtype)
-        else:
-            tensor = buffer[: spec.nbytes].view(spec.dtype).view(spec.shape)
+        own = torch.empty(spec.nbytes, dtype=torch.uint8) if buffer is None else buffer[: spec.nbytes]
+        tensor = own.view(spec.dtype).view(spec.shape)
         self._stored[name].read(tensor)
         return self.changes[name](tensor) if name in self.changes else tensor
 
@@ -394,7 +393,13 @@ def write_file(path: Path, specs: Mapping[str, Spec], tensors: Iterator[tuple[st
         for name, spec in specs.items():
             found, tensor = next(tensors)
             assert (found, tuple(tensor.shape)) == (name, spec.shape), (found, name, tensor.shape)
-            file.write(_bytes_of(tensor.detach().to("cpu", spec.dtype).contiguous()))
+            written = tensor.detach().to("cpu", spec.dtype).contiguous()
+            if not all_finite(written):
+                raise CheckpointError(
+                    f"{path} was not written: tensor {name} would hold NaN or infinity in {spec.dtype}. Use "
+                    "an earlier checkpoint, a wider type, or a lower learning rate."
+                )
+            file.write(_bytes_of(written))
 
 
 def write_folder(

@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from asyncrl import cli
-from asyncrl.doctor import simulators
+from asyncrl.doctor import checks, simulators
 from asyncrl.doctor.checks import Verdict, render
 from asyncrl.doctor.simulators import Measured
 from asyncrl.simulators.interface import SimulatorSource, SimulatorSpec
@@ -157,9 +157,7 @@ def test_a_missing_package_is_not_played_with(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missing = Requirement("no-such-package-anywhere==3.0.1")
-    monkeypatch.setattr(
-        simulators, "requirements", lambda extra="": [missing] if extra == "maniskill" else []
-    )
+    monkeypatch.setattr(checks, "requirements", lambda extra="": [missing] if extra == "maniskill" else [])
     code, found = report(capsys, "--simulator", "maniskill_push_cube")
     assert (code, found["no-such-package-anywhere"]["verdict"], "simulator" in found) == (1, "BROKEN", False)
 

@@ -47,14 +47,15 @@ def test_what_is_left_open_is_as_in_the_run(run: Path, tmp_path: Path, capsys) -
 
 
 @pytest.mark.render
-def test_without_start_states_the_tasks_are_the_simulators(run: Path, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize("simulator", ["tabletop", "support.simulated:untold_tabletop"])
+def test_without_start_states_none_are_opened(run: Path, simulator: str, monkeypatch, capsys) -> None:
     def none(*_: object) -> Path:
         raise AssertionError("no start states were named")
 
     monkeypatch.setattr("asyncrl.storage.assets.start_states_path", none)
     models = run.parent
     named = [str(models / "policy"), "--world", str(models / "world"), "--max-decisions", "1"]
-    assert cli.run("audit", [*named, *SHORT]) == 0
+    assert cli.run("audit", [*named, *SHORT, "--simulator", simulator]) == 0
     assert "imagined success" in capsys.readouterr().out
 
 

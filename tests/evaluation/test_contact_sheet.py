@@ -28,7 +28,7 @@ from asyncrl.evaluation.contact_sheet import (
 from asyncrl.records import ActionSpec, StartState
 from asyncrl.simulators.interface import SimulatorSpec
 from asyncrl.simulators.rollout import SimulatedEpisode
-from support.simulated import simulated_episode
+from support.simulated import RowsState, simulated_episode
 from support.tiny_models import nano_wan
 
 
@@ -53,7 +53,7 @@ class AddingWorld:
 
     def start(self, states: Sequence[StartState], *, decisions: int = 0) -> Any:
         assert all(len(state.context_frames) == 0 for state in states)
-        return np.array([int(state.frame[0, 0, 0]) for state in states])
+        return np.array([int(state.frame[0, 0, 0]) for state in states]).view(RowsState)
 
     def imagine(self, state: Any, actions: Any, noise_seeds: Sequence[int]) -> tuple[torch.Tensor, Any]:
         assert len(noise_seeds) == len(state)

@@ -17,7 +17,7 @@ from asyncrl.records import ActionSpec, StartState
 from asyncrl.simulators.interface import SimStart, SimulatorSource
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import Play
-from support.simulated import COUNTING, TASKS
+from support.simulated import COUNTING, TASKS, RowsState
 
 SIZE = 2
 SCORED = 10
@@ -36,7 +36,7 @@ class CountingWorld:
 
     def start(self, states: Sequence[StartState], *, decisions: int = 0) -> Any:
         assert decisions == DECISIONS
-        return np.array([[0, float(state.task == TASKS[0])] for state in states])
+        return np.array([[0, float(state.task == TASKS[0])] for state in states]).view(RowsState)
 
     def imagine(self, state: Any, actions: Tensor, noise_seeds: Sequence[int]) -> Any:
         self.calls.append((actions.numpy().copy(), list(noise_seeds)))

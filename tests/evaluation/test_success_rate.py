@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from asyncrl.commands.evaluate import main as evaluate_command
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.success_rate import (
     SuccessRate,
+    check_fits,
     episode_row,
     evaluate,
     refuse_foreign_tasks,
@@ -32,7 +35,9 @@ from asyncrl.simulators.rollout import (
     simulated_sampling_seed,
 )
 from asyncrl.simulators.tabletop.scene import TASKS as TABLE_TASKS
+from asyncrl.simulators.tabletop.simulator import Tabletop
 from support.simulated import COUNTING, TASKS
+from support.tiny_models import small_policy
 
 
 def act(shown: Observations) -> np.ndarray:
@@ -266,11 +271,25 @@ def test_tasks_of_one_simulator_lead_to_it_and_others_nowhere() -> None:
     assert simulator_of_tasks([]) == ""
 
 
+def test_only_the_chosen_tasks_have_to_be_read_and_no_flag_is_named_that_a_command_lacks() -> None:
+    policy, spec = small_policy(), Tabletop.describe()
+    spec = replace(spec, tasks=(*spec.tasks, "fold the towel"))
+    check_fits(policy, spec, [spec.tasks[0], ""])
+    for tasks in ((), [""], ["fold the towel"]):
+        with pytest.raises(ConfigError, match="cannot read 'fold', 'towel'") as error:
+            check_fits(policy, spec, tasks)
+        assert not re.search(r"--(policy|simulator)\b", str(error.value))
+    with pytest.raises(
+        ConfigError, match="the policy makes 7 numbers per step, but tabletop takes 4"
+    ) as error:
+        check_fits(policy, replace(spec, idle=(0.0,) * 4))
+
+
 def test_a_simulator_that_lacks_a_task_is_refused_with_the_one_that_has_them() -> None:
     with pytest.raises(ConfigError) as error:
         refuse_foreign_tasks(TABLE_TASKS, SUITES["libero_goal"], "libero_goal", "Name one.")
-    assert "no task of --simulator libero_goal" in str(error.value)
-    assert str(error.value).endswith("Use --simulator tabletop.")
+    assert "no task of libero_goal" in str(error.value)
+    assert str(error.value).endswith("tabletop has them. Name one.")
     with pytest.raises(ConfigError, match=r"'fold the towel', which is no task .* Name one\.$"):
         refuse_foreign_tasks(["fold the towel"], TABLE_TASKS, "tabletop", "Name one.")
     refuse_foreign_tasks(["fold the towel"], (), "my.env:make", "Name one.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import EvaluationSettings, LoraSettings, ReplaySettings
-from asyncrl.launch.console import WIDTH, balance, banner, final_summary, resumed
+from asyncrl.launch.console import WIDTH, balance, banner, final_summary, nothing_learned, resumed
 from asyncrl.launch.placement import parse_placement
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
@@ -77,6 +78,40 @@ def test_a_resumed_run_says_where_it_goes_on() -> None:
     assert resumed(TrainConfig(resume=True, updates=10, run_dir="x"), 4) == ["goes on from version 4 of 10"]
     (line,) = resumed(TrainConfig(resume=True, updates=10, run_dir="x"), 10)
     assert line.startswith("nothing is left to do: version 10 is reached")
+
+
+FULL = {s.SIGNAL_GROUPS: 0.5, m.RETURN: 0.5, m.REWARD_STD: 0.5}
+EQUAL = {s.SIGNAL_GROUPS: 0.0, m.RETURN: 100.0, m.REWARD_STD: 1e-6}
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "said"),
+    [
+        ("grpo", FULL, ""),
+        ("ppo", FULL, ""),
+        ("grpo", {}, ""),
+        ("ppo", {m.RETURN: None, m.REWARD_STD: None}, ""),
+        ("grpo", EQUAL | {m.REWARD_STD: 0.5}, "no group had both outcomes, so nothing was learned: use "),
+        ("ppo", FULL | {s.SIGNAL_GROUPS: 0.0}, ""),  # Its groups may have one episode.
+        ("ppo", EQUAL, "all episodes returned 100, so none was better than another: use "),
+        ("ppo", FULL | {m.RETURN: 0.0, m.REWARD_STD: 0.0}, "all episodes returned 0, so none was better"),
+    ],
+)
+def test_an_update_of_equal_episodes_taught_nothing(kind: str, row: Any, said: str, tmp_path: Path) -> None:
+    named = {metric.name: value for metric, value in row.items()}
+    algorithm = AlgorithmSettings(kind=kind)  # pyright: ignore
+    why = nothing_learned(algorithm, named)
+    assert not nothing_learned(replace(algorithm, advantage="my.own:Advantage"), named)
+    assert why.startswith(said)
+    assert bool(why) is bool(said)
+    assert not why or why.endswith("other start states, or a higher --algorithm.temperature.")
+    rows = [named, {m.SUCCESS_ONCE.name: 0.5}, named]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in rows))
+    summary = final_summary(TrainConfig(algorithm=algorithm), tmp_path)
+    assert (f"in 2 of 3 updates {why}\n" in summary) is bool(why)
+    rows = [*rows, rows[1], rows[1]]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in rows))
+    assert "updates no" not in final_summary(TrainConfig(), tmp_path), "not in most of them"
 
 
 # ---- what both sides took ------------------------------------------------------------------------

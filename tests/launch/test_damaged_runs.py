@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl import cli
-from asyncrl.launch.console import successes
+from asyncrl.launch.console import successes, update_rows
 from asyncrl.observability import process_status
 from asyncrl.observability.logger import cut_rows_after
 from support.run_folders import contents
@@ -188,7 +188,7 @@ def test_damaged_rows_are_left_out_and_counted(tmp_path: Path) -> None:
     assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
     assert cut_rows_after(path, 2) == 0
     path.write_bytes(b'{"env/success_once": 0.5}\ncaf\xe9\n{"env/success_once": "x"}\n[1]\n')
-    assert successes(path) == [0.5, 0.0], "nor do they keep the summary from being printed"
+    assert successes(update_rows(path)) == [0.5, 0.0], "nor do they keep the summary from being printed"
 
 
 @pytest.mark.parametrize("place", ["processes/actor-0", "processes/.actor-1.7"])

@@ -22,9 +22,11 @@ from asyncrl.launch.named_models import settings_of_run
 from asyncrl.observability import metrics_training as m
 from asyncrl.records import ActionSpec
 from asyncrl.rewards.libero_tasks import SUITES
-from asyncrl.simulators.rollout import HELD_OUT
+from asyncrl.simulators.rollout import HELD_OUT, evaluation_plays
 from asyncrl.simulators.tabletop.scene import TASKS
 from support.event_files import pictures_in
+from support.simulated import COUNTING
+from support.simulated import TASKS as COUNTED
 from support.tiny_models import start_state
 from support.whole_runs import TRAIN, Program, exit_code, left_over, rows
 
@@ -69,17 +71,34 @@ def files_with(*tasks: str) -> WorldFiles:
     )
 
 
-def test_the_plan_plays_the_simulator_that_has_the_tasks_from_held_out_starts() -> None:
+@pytest.mark.parametrize("trials", [0, 3])
+def test_the_plan_plays_all_tasks_from_starts_that_neither_training_nor_evaluate_has(trials: int) -> None:
     config = TrainConfig(evaluate_every=2, evaluation=EvaluationSettings(episodes=5))
     source, plays = plan(config, files_with(*TASKS[:2]))
     assert (source.name, source.image_size) == ("tabletop", 64)
-    assert [play.start.seed for play in plays] == [HELD_OUT + i for i in range(5)]
+    own = replace(config.evaluation, simulator=COUNTING, simulator_settings=(f"trials={trials}",), episodes=6)
+    source, plays = plan(replace(config, evaluation=own), files_with(*COUNTED))
+    spec = source.spec()
+    seeds = [{"seed": seed, "episodes": 100_000} for seed in (0, 1, 1000)] if not trials else [{}]
+    other = [evaluation_plays(spec, tasks=(), trials=0, repeats=1, **chosen) for chosen in seeds]
+    assert not {x.start.name for x in plays} & {x.start.name for found in other for x in found}
+    assert all(HELD_OUT <= x.start.seed < 2**31 for x in plays), (
+        "training's are below, and 32 bits are enough"
+    )
+    assert [x.start.trial for x in plays] == [-1] * 6
+    assert [x.start.task for x in plays] == (list(COUNTED) * 3 if trials else [""] * 6)
+    with pytest.raises(ConfigError, match=r"--seed 20000 has the starts that --evaluate-every plays"):
+        evaluation_plays(replace(spec, trials=0), seed=20_000, tasks=(), trials=0, repeats=1)
 
 
 @pytest.mark.parametrize(
     ("simulator", "task", "said"),
     [
-        ("tabletop", SUITES["libero_goal"][0], r"but .* Use --simulator libero_goal\."),
+        (
+            "tabletop",
+            SUITES["libero_goal"][0],
+            r"but .* libero_goal has them\. Name one: --evaluation.simulator",
+        ),
         ("", "fold the towel", r"but no built-in simulator has the tasks .*'fold the towel'.*Name one"),
     ],
 )

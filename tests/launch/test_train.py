@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import sys
 from dataclasses import replace
@@ -64,6 +65,24 @@ def test_an_inline_run_leaves_a_checkpoint_a_log_and_a_readable_replay(flags, tm
     said = capsys.readouterr().out
     assert "1 process (inline)" in said
     assert f"asyncrl evaluate {run}\n" in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("grpo", "no group had both outcomes"), ("ppo", "all episodes returned 0, so none was")],
+)
+def test_a_run_in_which_nothing_succeeds_says_that_it_learned_nothing(
+    kind, said, flags, tmp_path, capsys
+) -> None:
+    more = ["--inline", "--updates", "2", "--run-dir", str(tmp_path / "run"), "--algorithm.kind", kind]
+    assert cli.run("train", [*flags, *more, "--actor.success-threshold", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    row, line = next((a, b) for a, b in itertools.pairwise(lines) if b.startswith("update 1: "))
+    assert row.split()[:2] == ["1", "0.0%"], "the line follows its row"
+    assert line.startswith(f"update 1: {said}")
+    assert "--algorithm.temperature" in line
+    assert not any(line.startswith("update 2:") for line in lines), "once is enough until the next header"
+    assert any(f"from:  in 2 of 2 updates {said}" in line for line in lines), "the end says it again"
 
 
 def test_a_tracker_that_is_not_installed_ends_the_start_with_nothing_made(

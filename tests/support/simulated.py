@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
 from asyncrl.simulators.interface import SimStart, SimulatorSpec
 from asyncrl.simulators.one_by_one import OneByOne, Outcome
 from asyncrl.simulators.rollout import SimulatedEpisode
+from asyncrl.simulators.tabletop.simulator import Tabletop
 
 TASKS = ("put a on b", "put c on d")
 COUNTING = "support.simulated:Counting"
+
+
+class RowsState(np.ndarray):
+    """Numbers that are the state of a world model's slots."""
+
+    @property
+    def finite(self) -> torch.Tensor:
+        return torch.ones(len(self), dtype=torch.bool)
 
 
 class CountingPlace:
@@ -79,6 +91,13 @@ class Counting(OneByOne[CountingPlace]):
             lockstep=lockstep,
         )
         super().__init__(spec, [CountingPlace(accident) for _ in range(places)])
+
+
+def untold_tabletop(**settings: Any) -> Tabletop:
+    """The tabletop, which does not say what tasks it has."""
+    made = Tabletop(**settings)
+    made.spec = dataclasses.replace(made.spec, tasks=())
+    return made
 
 
 def simulated_episode(

@@ -358,5 +358,5 @@ def _measured(version: int, rows: Mapping[int, Mapping[str, Any]]) -> Iterator[s
     elif len(rows) > 1 and rows[version]["success"] == max(row["success"] for row in rows.values()):
         yield (
             f"\n**Selected**: the best of {len(rows)} measured versions, by these very episodes, so the "
-            "number tends to be too high. `asyncrl evaluate --seed N` measures at other starts."
+            "number tends to be too high. `asyncrl evaluate` measures at other starts."
         )
