@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.storage.untrusted import kind_of, load_json, open_regular, reading, remove
+from asyncrl.storage.untrusted import kind_of, load_json, open_regular, read_bytes, reading, remove
 
 SMALL_BYTES: Final = 4096
-_PIECE: Final = 1 << 20
 
 
 @contextmanager
@@ -148,22 +147,15 @@ def checksum_of_lines(path: Path) -> Checksum | None:
     """Hash the whole lines of a file that another process appends to; None without a file."""
     if not path.exists():
         return None
-    lines, length = hashlib.sha256(), 0
-    with reading(path) as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                lines.update(line)
-                length += len(line)
-    return Checksum(bytes=length, sha256=lines.hexdigest())
+    content = read_bytes(path)
+    lines = content[: content.rfind(b"\n") + 1]
+    return Checksum(bytes=len(lines), sha256=hashlib.sha256(lines).hexdigest())
 
 
 def begins_with(path: Path, expected: Checksum) -> bool:
     """Return True if a file begins with the hashed content; False if it cannot be read."""
-    found = hashlib.sha256()
     try:
-        with reading(path) as file:
-            for at in range(0, expected.bytes, _PIECE):
-                found.update(file.read(min(_PIECE, expected.bytes - at)))
+        beginning = read_bytes(path)[: expected.bytes]
     except OSError:  # Opening it for writing reports the reason.
         return False
-    return found.hexdigest() == expected.sha256
+    return hashlib.sha256(beginning).hexdigest() == expected.sha256
