@@ -1,4 +1,4 @@
-"""Budgets of the way: modules and lines of functions that run in a decision, in an update and at the start."""
+"""Budgets of the way: modules and lines of functions that run in a decision, an update and a start."""
 
 from __future__ import annotations
 
