@@ -80,7 +80,7 @@ def _call(command: str, arguments: list[str]) -> int:
         hint = f"Perhaps you meant `asyncrl {near[0]}`." if near else f"There are: {', '.join(COMMANDS)}."
         raise ConfigError(f"there is no command {command!r}. {hint}")
     # Read as torch is imported. Threads of several processes on few cores mostly wait for each other.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"
     module, function = COMMANDS[command].split(":")
     return int(getattr(import_module(module), function)(arguments) or 0)
 

@@ -33,10 +33,10 @@ def test_help_lists_every_command_and_imports_nothing_heavy() -> None:
         assert any(line.startswith(f"  {command} ") for line in text)
 
 
-@pytest.mark.parametrize(("given", "expected"), [("", "1"), ("4", "4")])
+@pytest.mark.parametrize(("given", "expected"), [(None, "1"), ("", "1"), ("4", "4")])
 def test_every_command_computes_with_one_thread_unless_told_otherwise(given, expected, monkeypatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", given)
-    if not given:
+    monkeypatch.setenv("OMP_NUM_THREADS", given or "")
+    if given is None:
         monkeypatch.delenv("OMP_NUM_THREADS")
     seen = list[str]()
 
