@@ -24,14 +24,14 @@ CEILINGS = {
     "learner": (3270, 16),
     "messaging": (1021, 6),
     "observability": (2590, 12),
-    "policies": (2921, 13),
-    "replay": (4038, 18),
+    "policies": (2926, 13),
+    "replay": (4039, 18),
     "replay_tools": (1476, 8),
     "rewards": (563, 4),
     "simulators": (4020, 21),
-    "storage": (2378, 10),
+    "storage": (2379, 10),
     "weights": (2172, 11),
-    "worlds": (5502, 24),
+    "worlds": (5505, 24),
 }
 """Package (empty: the top level) -> most lines and modules."""
 MOST_TEST_LINES = 47_000

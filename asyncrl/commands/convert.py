@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from asyncrl.policies.openvla.config import OpenVLAOFTConfig
     from asyncrl.policies.openvla.export import ConversionReport
 
-ADAPTER = "adapter_config.json"
 GB = 1e9
 
 
@@ -74,7 +73,7 @@ def main(arguments: list[str]) -> int:
         convert_world(source, config.out)
         print(f"wrote the world of {source} in the layout of this version to {config.out}")
         return 0
-    if (source / ADAPTER).is_file() and not (source / "config.json").is_file():
+    if (source / "adapter_config.json").is_file() and not (source / "config.json").is_file():
         _convert_adapter(config, source)
     else:
         _convert(config)

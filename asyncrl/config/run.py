@@ -161,7 +161,7 @@ _NO_FILE: Final = re.compile(r"--|[\w.-]+=")
 
 def split_files(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
     """Split a command line into files of settings (neither flags nor key=value), and other words."""
-    is_file = [word.endswith(SUFFIXES) and not _NO_FILE.match(word) for word in arguments]
+    is_file = [word.lower().endswith(SUFFIXES) and not _NO_FILE.match(word) for word in arguments]
     files = [Path(word) for word, found in zip(arguments, is_file, strict=True) if found]
     return files, [word for word, found in zip(arguments, is_file, strict=True) if not found]
 
@@ -206,7 +206,7 @@ def load_files(paths: Sequence[Path]) -> TrainConfig:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    of_run = path.suffix == ".json"
+    of_run = path.suffix.lower() == ".json"
     try:
         raw = read_bytes(path)
         table = parse_json(raw) if of_run else tomllib.loads(raw.decode("utf-8"))

@@ -75,9 +75,9 @@ def start_of(episode: SimulatedEpisode) -> StartState:
 
 def check_suffix(path: Path) -> None:
     """Refuse another suffix than .gif or .mp4, and .mp4 without the package `av`."""
-    if path.suffix not in (".gif", ".mp4"):
+    if path.suffix.lower() not in (".gif", ".mp4"):
         raise ConfigError(f"--video {path} must end in .gif or .mp4.")
-    if path.suffix == ".mp4":
+    if path.suffix.lower() == ".mp4":
         media.require_mp4(path)
 
 

@@ -10,7 +10,6 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Final
@@ -20,7 +19,7 @@ from asyncrl.storage import checkpoint
 from asyncrl.storage.atomic import publish, write_text
 from asyncrl.storage.checkpoint import clean_up, keep_copy
 from asyncrl.storage.run_folder import BEST, HELD
-from asyncrl.storage.untrusted import check_types, read_json_lines, remove
+from asyncrl.storage.untrusted import read_json_lines, remove
 
 _log = logging.getLogger(__name__)
 EVALUATIONS: Final = "evaluations.jsonl"
@@ -75,13 +74,9 @@ def append_evaluation(run_dir: Path, row: EvaluatedVersion) -> None:
 
 
 def read_evaluations(run_dir: Path) -> list[EvaluatedVersion]:
-    """Read the lines, oldest first, without torn ones."""
-    found = list[EvaluatedVersion]()
-    for row in read_json_lines(run_dir / EVALUATIONS):
-        with suppress(ValueError, TypeError):
-            check_types(row, _KNOWN)
-            found.append(EvaluatedVersion(**row))
-    return found
+    """Read the lines, oldest first, without damaged ones."""
+    rows = read_json_lines(run_dir / EVALUATIONS, _KNOWN)
+    return [EvaluatedVersion(**{name: row[name] for name in _KNOWN}) for row in rows]
 
 
 def cut_evaluations(run_dir: Path, version: int) -> None:

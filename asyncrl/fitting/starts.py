@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
@@ -22,11 +23,12 @@ from asyncrl.fitting.settings import DataSetSettings
 from asyncrl.observability.terminal import progress
 from asyncrl.records import ACTION_DIM, CHUNK, StartState
 from asyncrl.storage.atomic import replacing
-from asyncrl.storage.untrusted import read_bytes
+from asyncrl.storage.untrusted import files_in, read_bytes
 from asyncrl.worlds.rlinf_start_states import CONTEXT, KEYFRAME_MARK
 
 SUFFIXES: Final = (".png", ".jpg", ".jpeg", ".webp", ".bmp")  # Of pictures.
 _GRIPPER: Final = -1
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -114,11 +116,14 @@ def picture_starts(
     pictures: Path, instructions: Path, settings: DataSetSettings, count: int
 ) -> list[StartState]:
     """Make a start state of each picture with each of its instructions, evenly spread if there are more."""
-    folder = sorted(pictures.iterdir()) if pictures.is_dir() else []
-    files = {file.name: file for file in folder if file.suffix.lower() in SUFFIXES}
+    files = {file.name: file for file in files_in(pictures, *SUFFIXES)}
     if not files:
         raise ConfigError(
             f"--pictures {pictures} is no folder with pictures ({', '.join(SUFFIXES)}). Check the path."
+        )
+    if others := sorted(path.name for path in pictures.glob("[!.]*") if path.name not in files):
+        _log.warning(
+            "Not read in %s: %s (pictures end in %s).", pictures, ", ".join(others), "".join(SUFFIXES)
         )
     pairs = _pairs(instructions, files)
     if not pairs:
@@ -200,7 +205,7 @@ def write_trajectories(recordings: Recordings, folder: Path) -> tuple[int, int]:
             f"recordings of a simulator with {ACTION_DIM}."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.glob("*.npy")):
+    if files_in(folder, ".npy"):
         raise ConfigError(f"{folder} already holds trajectories; they are not overwritten. Choose another.")
     written = 0
     for episode in progress(range(len(recordings)), desc="export", unit="episode"):

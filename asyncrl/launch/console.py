@@ -255,7 +255,7 @@ def update_rows(path: Path) -> list[dict[str, Any]]:
 def successes(rows: Iterable[Mapping[str, Any]]) -> list[float]:
     """Return the success rate of every update."""
     rates = [row.get(m.SUCCESS_ONCE.name) for row in rows]
-    return [float(rate) if isinstance(rate, int | float) else 0.0 for rate in rates]
+    return [float(rate) if type(rate) in (int, float) else 0.0 for rate in rates]
 
 
 def nothing_learned(settings: AlgorithmSettings, row: Mapping[str, Any]) -> str:
@@ -294,7 +294,7 @@ def balance(config: TrainConfig, placement: Placement, run_dir: Path, version: i
     do not carry over to other placements: a rank did both, an actor has two devices, or others may join.
     """
     names = (s.GROUPS_PER_MINUTE.name, s.LEARNER_WAITING.name, s.ACTORS_WAITING.name)
-    rows = list(read_json_lines(run_dir / "metrics.jsonl"))
+    rows = list(read_json_lines(run_dir / "metrics.jsonl", {"step": int}))
     rows = [row for row in rows if all(type(row.get(name)) is float for name in names)]
     rows = [row for row in rows if row["step"] > version][SKIPPED:]
     learners, actors = len(placement.learners), len(placement.actors)

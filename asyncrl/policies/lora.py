@@ -28,11 +28,14 @@ ADAPTER: Final = "default"  # peft's key of the adapters; it appears in no file 
 PREFIX: Final = "base_model.model."
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLED: Final = "adapter_model.bin"
-# Settings of peft that change the meaning of the tensors.
-_UNSUPPORTED: Final = (
-    *("use_rslora", "use_dora", "fan_in_fan_out", "modules_to_save", "lora_bias"),
-    *("target_parameters", "trainable_token_indices", "layer_replication"),
+_SETTINGS: Final = (
+    "r lora_alpha rank_pattern alpha_pattern target_modules exclude_modules layers_to_transform "
+    "layers_pattern lora_dropout inference_mode task_type peft_type peft_version auto_mapping revision "
+    "base_model_name_or_path init_lora_weights eva_config corda_config loftq_config lora_ga_config"
 )
+"""Settings of peft that leave the tensors their meaning; any other has to be as peft has it by default."""
+_STARTS: Final = (True, False, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights with which training began on the base as it is; others (PiSSA) change it."""
 
 
 def add_lora(
@@ -182,11 +185,16 @@ def merge_adapter(files: TensorFiles, rows: Sequence[TensorMapping], folder: Pat
 
 def read_pairs(folder: Path) -> dict[str, _Pair]:
     """Read the adapters by layer, in the dtype of the file; raises CheckpointError if there are others."""
+    from peft import LoraConfig
     from peft.utils.other import get_pattern_key
 
     fields = read_json(folder / CONFIG)
-    used = [name for name in _UNSUPPORTED if fields.get(name)]
-    used += ["bias"] if fields.get("bias", "none") != "none" else []
+    usual = LoraConfig().to_dict()
+    used = [
+        name for name, x in fields.items() if name not in _SETTINGS.split() and x and x != usual.get(name)
+    ]
+    if (start := fields.get("init_lora_weights", True)) not in _STARTS:
+        used.append(f"init_lora_weights {start}")
     if fields.get("peft_type") != "LORA" or used:
         raise CheckpointError(
             f"{folder / CONFIG} is of kind {fields.get('peft_type')!r} ({', '.join(used) or 'plain'}); only "

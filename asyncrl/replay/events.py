@@ -21,7 +21,7 @@ from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.replay.interface import Cause, GroupFailure, ReceiptStatus, RefusalCause
 from asyncrl.replay.sealed_file import is_full
 from asyncrl.storage.atomic import Checksum, begins_with
-from asyncrl.storage.untrusted import open_regular, parse_json, reading, remove
+from asyncrl.storage.untrusted import open_regular, parse_json, reading, remove, shortened
 
 Entry = dict[str, Any]  # A line of the ledger without its checksum
 _CHECKSUM: Final = re.compile(rb',"crc32":"([0-9a-f]{8})"}')
@@ -154,8 +154,8 @@ _CHECKS: Final[dict[Any, Callable[[Any], bool]]] = {
 """Type of a field -> True if a value read from a ledger has it; all others are texts."""
 
 
-def read_events(entries: Iterable[Entry]) -> Iterator[Event]:
-    """Read the entries of a ledger; unknown ones are skipped, keys with a default may be missing."""
+def read_events(entries: Iterable[Entry], warn: Callable[[str], None]) -> Iterator[Event]:
+    """Read the entries of a ledger; ones of unknown kinds are skipped, keys with a default may be missing."""
     for entry in entries:
         if (kind := KINDS.get(next(iter(entry), ""))) is None:
             continue
@@ -164,6 +164,8 @@ def read_events(entries: Iterable[Entry]) -> Iterator[Event]:
             known["status"] = OLD_STATUSES[status]
         if all(_CHECKS.get(x.type, lambda text: isinstance(text, str))(known[x.name]) for x in fields(kind)):
             yield kind(**known)
+        else:
+            warn(f"A line of the ledger has a value of another type and was skipped: {shortened(entry)}.")
 
 
 def write_line(entry: Entry, previous: bytes = b"") -> bytes:

@@ -42,7 +42,7 @@ class GroupLifecycle:
     def recover(self) -> None:
         """Bring an empty state up to date from the ledger and the files."""
         state, limiter, files, aside = self.state, self.state.limiter, self.store.group_files, set[int]()
-        for event in read_events(self.store.ledger.read()):
+        for event in read_events(self.store.ledger.read(), self._warn):
             state.apply(event)
             if isinstance(event, Dropped):
                 (aside.add if event.status == "dropped_unusable" else aside.discard)(event.dropped)

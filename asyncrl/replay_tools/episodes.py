@@ -104,7 +104,7 @@ class GroupOutcomes:
 def read_outcomes(folder: Path, warn: Callable[[str], None]) -> GroupOutcomes:
     """Read a replay folder's ledger."""
     outcomes = GroupOutcomes()
-    for event in read_events(read_entries(folder / "ledger.log", warn)):
+    for event in read_events(read_entries(folder / "ledger.log", warn), warn):
         outcomes.apply(event)
     return outcomes
 

@@ -91,7 +91,7 @@ class Export(EpisodeSelection):
             raise ConfigError(f"{part} is left from an export that was interrupted. Remove it first.")
         if not self.out.parent.is_dir():
             raise ConfigError(f"--out {self.out} is not in an existing folder. Make {self.out.parent} first.")
-        if self.format == "robomimic" and self.out.suffix not in (".h5", ".hdf5"):
+        if self.format == "robomimic" and self.out.suffix.lower() not in (".h5", ".hdf5"):
             raise ConfigError(f"--out {self.out} must end in .h5 or .hdf5 for robomimic.")
 
     def run(self) -> int:

@@ -143,9 +143,9 @@ class Video(ReplayCommand):
 
     def run(self) -> int:
         """Write the movies, and say from which frames."""
-        if not media.can_write_mp4() and self.out.suffix != ".mp4":
+        if not media.can_write_mp4() and self.out.suffix.lower() != ".mp4":
             print("av is not installed, so this writes .gif; for .mp4: pip install 'asyncrl[video]'")
-        named = self.out.suffix in (".mp4", ".gif")
+        named = self.out.suffix.lower() in (".mp4", ".gif")
         self._check_out(named)
         for beginning in watched(self.episodes, "movies"):
             episode = find_row(self.folder, beginning).episode

@@ -32,7 +32,7 @@ from asyncrl.records import ModelSummary
 from asyncrl.rewards.libero_tasks import GROUPS, LONG, LONG_GROUPS, SUITES, suite_of
 from asyncrl.storage.atomic import read_json, write_json
 from asyncrl.storage.tensor_files import TensorFiles, check_fit, fill, write_tensors
-from asyncrl.storage.untrusted import Typed, check_types
+from asyncrl.storage.untrusted import Typed, check_types, files_in
 
 FORMAT: Final = "asyncrl-reward-1"
 WEIGHTS: Final = "reward.safetensors"
@@ -314,7 +314,7 @@ def _find_groups(folder: Path) -> Path | None:
 
 
 def _newest(folder: Path) -> Path:
-    files = sorted(folder.glob("*.pth"))
+    files = files_in(folder, ".pth")
     if files and all(path.stem.isdecimal() for path in files):
         return max(files, key=lambda path: int(path.stem))
     if len(files) == 1:
@@ -330,22 +330,13 @@ def _find_published(folder: Path) -> TensorFiles:
     for name in PUBLISHED:
         if (folder / name).is_file():
             return TensorFiles(folder / name)
-    models: list[TensorFiles] = []
-    unreadable: CheckpointError | None = None
-    for path in sorted(folder.glob("*.pth")):
-        try:
-            weights = TensorFiles(path)
-        except CheckpointError as error:
-            unreadable = unreadable or error
-            continue
-        if not _absent_layers(weights.shapes):
-            models.append(weights)
+    models = [file for file in map(TensorFiles, files_in(folder, ".pth")) if not _absent_layers(file.shapes)]
     if len(models) == 1:
         return models[0]
     if models:
         both = f"{models[0].label} and {models[1].label}"
         raise CheckpointError(f"{folder} holds several reward models: {both}. Keep one of them.")
-    raise unreadable or CheckpointError(
+    raise CheckpointError(
         f"{folder} holds no readable reward model (looked for reward.json, {', '.join(PUBLISHED)}, "
         "another *.pth with the tensors of one, and group_1 to group_6). Fit one with "
         "`asyncrl fit reward`, download it beside the world, or set another --world."

@@ -251,6 +251,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
         check_types(state["progress"], {field.name: kinds[str(field.type)] for field in fields(Progress)})
         files = state["files"]
         check_types(files, dict.fromkeys(files, int))
+        check_types(state.get(LEDGER) or {"bytes": 0, "sha256": ""}, {"bytes": int, "sha256": str})
     except (CheckpointError, ValueError) as error:
         raise unreadable(path, str(error)) from error
     if state.get("format") != FORMAT:
@@ -306,8 +307,10 @@ def forget_best_after(run_dir: Path, version: int) -> None:
     clean_up(run_dir)
     best = run_dir / FOLDER / BEST
     try:
-        keeps = load_json(best / "state.json")["progress"]["version"] <= version
-    except (OSError, ValueError, KeyError, TypeError):
+        progress = load_json(best / "state.json").get("progress") or {}
+        check_types(progress, {"version": int})
+        keeps = progress["version"] <= version
+    except (OSError, ValueError, TypeError):
         keeps = False
     if not keeps:
         remove(best)

@@ -24,7 +24,7 @@ Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 def require_png(path: Path) -> None:
     """Check that a picture can be written to `path`."""
-    if path.suffix != ".png":
+    if path.suffix.lower() != ".png":
         raise ConfigError(f"--out {path} must end in .png.")
     if not path.parent.is_dir():
         raise ConfigError(f"--out {path} is not in an existing folder. Make {path.parent} first.")
@@ -117,9 +117,9 @@ def movie_suffix() -> str:
 
 def write_movie(path: Path, frames: Iterable[NDArray[np.uint8]], *, rate: int) -> None:
     """Write frames, ``[H, W, 3]`` uint8, as .gif or .mp4 by the suffix, with `rate` per second."""
-    if path.suffix == ".gif":
+    if path.suffix.lower() == ".gif":
         write_gif(path, frames, rate=rate)
-    elif path.suffix == ".mp4":
+    elif path.suffix.lower() == ".mp4":
         with Mp4Writer(path, rate=Fraction(rate)) as movie:
             for frame in frames:
                 movie.add(frame)

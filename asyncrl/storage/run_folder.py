@@ -363,7 +363,8 @@ def read_starts(run_dir: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     starts = table.get("starts")
-    if table.get("format") != 1 or not isinstance(starts, list) or not all(type(x) is dict for x in starts):
+    known = repr(table.get("format")) == "1"  # Not true.
+    if not (known and isinstance(starts, list) and all(type(x) is dict for x in starts)):
         raise ValueError("it is no list of starts in format 1")
     return starts
 

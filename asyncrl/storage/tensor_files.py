@@ -135,7 +135,7 @@ def _open_all(path: Path) -> Iterator[tuple[str, _Stored]]:
     # The tensors of a file, or of the weight files of a folder, which must agree with its index.
     index = path / INDEX
     if not path.is_dir():
-        yield from (open_safetensors if path.suffix == ".safetensors" else _open_pth)(path).items()
+        yield from (open_safetensors if path.suffix.lower() == ".safetensors" else _open_pth)(path).items()
     elif not index.exists():
         yield from open_safetensors(path / WEIGHTS).items()
     else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import math
 import os
 import shutil
@@ -16,6 +17,7 @@ import stat
 import typing
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import cache
 from io import BufferedReader
 from itertools import repeat
 from pathlib import Path
@@ -131,6 +133,8 @@ def take_lock(path: Path, handle: int, kind: int = fcntl.LOCK_EX) -> bool:
 # --- JSON ---
 
 LARGEST: Final = 2**63
+Types = Mapping[str, type | tuple[type, ...]]
+_log = logging.getLogger(__name__)
 
 
 def parse_json(raw: bytes) -> dict[str, Any]:
@@ -172,15 +176,28 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
         return None
 
 
-def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file of JSON lines, without torn and other lines; none without a file."""
+@cache
+def _warn_once(text: str) -> None:
+    _log.warning(text)
+
+
+def read_json_lines(path: Path, expected: Types | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file of JSON lines, none without a file.
+
+    Lines of another content, or with values of other types than `expected`, are named once; not a torn end.
+    """
     with suppress(FileNotFoundError), reading(path) as file:
-        for line in file:
-            if (row := parse_row(line)) is not None:
-                yield row
+        for number, line in enumerate(file, 1):
+            try:
+                if line.endswith(b"\n"):
+                    row = parse_json(line)
+                    check_types(row, expected or {})
+                    yield row
+            except ValueError as error:
+                _warn_once(f"{path}: line {number} is damaged and left out: {error}")
 
 
-def check_types(found: Mapping[str, Any], expected: Mapping[str, type | tuple[type, ...]]) -> None:
+def check_types(found: Mapping[str, Any], expected: Types) -> None:
     """Check the types of an object's values. An int is also a float; a bool is no number."""
     for key, kind in expected.items():
         if key not in found:

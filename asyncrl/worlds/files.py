@@ -28,7 +28,7 @@ from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.records import ACTION_DIM, ActionSpec, ModelSummary, SlotBytes
 from asyncrl.storage.atomic import copy_others, read_json, replacing, write_json
 from asyncrl.storage.tensor_files import INDEX, TensorFiles, check_fit, fill, header_names
-from asyncrl.storage.untrusted import check_types
+from asyncrl.storage.untrusted import check_types, files_in
 from asyncrl.worlds.interface import State
 from asyncrl.worlds.slots import imagine_full
 
@@ -77,12 +77,11 @@ def lacks_opensora(folder: Path) -> str:
 def lacks_evac(folder: Path) -> str:
     """Return the reason why a folder holds no EVAC checkpoint, or ""; reads all of its weight files."""
     names, errors = set[str](), list[str]()
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if path.suffix in EVAC_SUFFIXES:
-            try:
-                names |= TensorFiles(path).names()
-            except CheckpointError as error:
-                errors.append(str(error))
+    for path in files_in(folder, *EVAC_SUFFIXES):
+        try:
+            names |= TensorFiles(path).names()
+        except CheckpointError as error:
+            errors.append(str(error))
     looked = f"no tensor {EVAC_MARK} in its *{', *'.join(EVAC_SUFFIXES)}"
     return "" if any(name.endswith(EVAC_MARK) for name in names) else "; ".join([looked, *errors])
 
@@ -92,7 +91,7 @@ def names_in(folder: Path) -> set[str]:
     index = folder / INDEX
     weight_map = read_json(index, "Download it again.").get("weight_map") if index.is_file() else None
     indexed = set(weight_map) if isinstance(weight_map, dict) else set[str]()
-    return indexed.union(*map(header_names, folder.glob("*.safetensors")))
+    return indexed.union(*map(header_names, files_in(folder, ".safetensors")))
 
 
 def _absent(names: Set[str], marks: Sequence[str]) -> str:
@@ -387,7 +386,7 @@ def transformer_files(folder: Path, own: Sequence[str], named: Sequence[str] = (
     files = [folder / name for name in named if (folder / name).is_file()][:1]
     files = files or [
         path
-        for path in sorted(folder.glob("*.safetensors"))
+        for path in files_in(folder, ".safetensors")
         if any(name.startswith(tuple(own)) for name in header_names(path))
     ]
     shards = [match for path in files if (match := _SHARD.fullmatch(path.name))]

@@ -26,7 +26,7 @@ from torch.nn import functional
 from asyncrl.errors import AssetError, first_line
 from asyncrl.observability.terminal import progress
 from asyncrl.records import ACTION_DIM, POSE_DIM, StartState
-from asyncrl.storage.untrusted import read_bytes
+from asyncrl.storage.untrusted import files_in, read_bytes
 
 CONTEXT: Final = 4
 KEYFRAME_MARK: Final = "_kir"
@@ -38,8 +38,7 @@ _DTYPE: Final = re.compile(r"O8|b1|[iu][1248]|f[248]|[SU]\d{1,5}")
 
 def load_trajectories(folder: Path, *, keyframes: bool, image_size: int = 0) -> list[StartState]:
     """Read one start state per trajectory of a folder, by name (``traj10`` before ``traj2``)."""
-    files = sorted(folder.glob("*.npy"), key=lambda file: file.name)
-    files = [file for file in files if keyframes or KEYFRAME_MARK not in file.name]
+    files = [file for file in files_in(folder, ".npy") if keyframes or KEYFRAME_MARK not in file.name]
     if not files:
         raise AssetError(
             f"{folder} holds no trajectories to start from (looked for *.npy"

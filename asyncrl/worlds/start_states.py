@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from asyncrl.errors import AssetError, ConfigError
 from asyncrl.records import ACTION_DIM, POSE_DIM, StartState
 from asyncrl.storage.atomic import replacing
-from asyncrl.storage.untrusted import dataset_in, open_hdf5
+from asyncrl.storage.untrusted import dataset_in, files_in, open_hdf5
 
 T = TypeVar("T")
 FORMAT: Final = "asyncrl-start-states-1"
@@ -79,8 +79,13 @@ def _check_alike(path: Path, states: Sequence[StartState]) -> None:
 def load_start_states(path: Path, *, keyframes: bool = True, image_size: int = 0) -> list[StartState]:
     """Read start states of a file or folder, ours or RLinf's; `keyframes`: ``_kir`` trajectories too."""
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
-        if not files and any(path.glob("*.npy")):
+        files, trajectories = files_in(path, *_SUFFIXES), files_in(path, ".npy")
+        if files and trajectories:
+            raise AssetError(
+                f"{path} holds start states of two kinds, {files[0].name} and {trajectories[0].name}. Keep "
+                "those of one, or name a file: --start-states FILE."
+            )
+        if trajectories:
             from asyncrl.worlds.rlinf_start_states import load_trajectories
 
             return load_trajectories(path, keyframes=keyframes, image_size=image_size)
@@ -89,7 +94,7 @@ def load_start_states(path: Path, *, keyframes: bool = True, image_size: int = 0
         return [state for file in files for state in load_start_states(file)]
     if not path.is_file():
         raise AssetError(f"start states {path} do not exist. Set --start-states to a .h5 file or a folder.")
-    if path.suffix == ".npy":
+    if path.suffix.lower() == ".npy":
         from asyncrl.worlds.rlinf_start_states import load_trajectory
 
         return [load_trajectory(path, image_size=image_size)]

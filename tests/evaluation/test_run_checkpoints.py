@@ -155,15 +155,17 @@ def test_a_resumed_run_forgets_what_it_makes_anew(tmp_path: Path) -> None:
     assert [row.version for row in run_checkpoints.read_evaluations(tmp_path)] == [0, 5]
 
 
-def test_lines_that_are_none_are_left_out(tmp_path: Path) -> None:
+def test_lines_that_are_none_are_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     opened(tmp_path, Player({0: 4})).round()
     path = tmp_path / "evaluations.jsonl"
     whole = json.loads(path.read_text())
-    wrong = [{**whole, "version": "1"}, {**whole, "more": 1}, {"version": 3}, [1], {**whole, "success": None}]
+    wrong = [{**whole, "version": "1"}, {**whole, "version": True}, {"version": 3}, [1]]
+    wrong += [{**whole, "success": None}]
     with path.open("a") as file:
         file.writelines(json.dumps(row) + "\n" for row in wrong)
         file.write('{"version": 9, "ti')
     assert [row.version for row in run_checkpoints.read_evaluations(tmp_path)] == [0]
+    assert caplog.text.count("evaluations.jsonl: line") == len(wrong)
     checkpoints = opened(tmp_path, Player({5: 6}))
     save(tmp_path, 5)
     checkpoints.round()

@@ -66,6 +66,20 @@ def test_pictures_and_instructions_become_start_states(
         assert (len(state.context_frames), state.ee_pose) == (0, None)
 
 
+def test_endings_in_capitals_are_read_and_other_files_are_named(
+    tmp_path: Path, pictures: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for old, new in (("view0.png", "view0.PNG"), ("view1.bmp", "view1.Bmp")):
+        (pictures / old).rename(pictures / new)
+    for name in ("view2.tiff", ".DS_Store"):
+        (pictures / name).write_bytes(b"")
+    (tmp_path / "i.txt").write_text("fold\n")
+    states = picture_starts(pictures, tmp_path / "i.txt", DataSetSettings(), 9)
+    assert [state.name for state in states] == ["view0.PNG/0", "view1.Bmp/0"]
+    assert "notes.md, view2.tiff (pictures end in .png" in caplog.text
+    assert "DS_Store" not in caplog.text
+
+
 def test_fewer_start_states_are_spread_over_all_pictures(tmp_path: Path, pictures: Path) -> None:
     (tmp_path / "i.txt").write_text("a\nb\nc\n")
     states = picture_starts(pictures, tmp_path / "i.txt", DataSetSettings(), 2)

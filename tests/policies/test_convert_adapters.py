@@ -79,7 +79,10 @@ def merged_by_peft(wrapped: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"rank_pattern": {r"attn\.qkv": 6}, "alpha_pattern": {r"q_proj": 16, r"blocks\.0\.mlp\.fc1": 2}}],
+    [
+        {"lora_dropout": 0.1, "init_lora_weights": "gaussian"},
+        {"rank_pattern": {r"attn\.qkv": 6}, "alpha_pattern": {r"q_proj": 16, r"blocks\.0\.mlp\.fc1": 2}},
+    ],
     ids=["plain", "patterns"],
 )
 def test_published_adapters_are_merged_as_peft_does(tmp_path: Path, settings: dict[str, object]) -> None:
@@ -108,7 +111,23 @@ def test_published_adapters_are_merged_as_peft_does(tmp_path: Path, settings: di
     ("changed", "said"),
     [
         ({"use_rslora": True}, "use_rslora"),
-        ({"peft_type": "IA3"}, "IA3"),
+        *(({"peft_type": kind}, kind) for kind in ("IA3", "LOHA", "LOKR", "ADALORA", "VERA", "BOFT", "OFT")),
+        *(
+            ({"init_lora_weights": kind}, f"init_lora_weights {kind}")
+            for kind in ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga")
+        ),
+        *(
+            ({name: value}, rf"of kind 'LORA' \({name}\)")
+            for name, value in {
+                **dict.fromkeys(("use_dora", "lora_bias", "use_qalora", "a_kind_of_tomorrow"), True),
+                "bias": "lora_only",
+                "target_parameters": ["w"],
+                "trainable_token_indices": [3],
+                "layer_replication": [[0, 2]],
+                "alora_invocation_tokens": [1, 2],
+                "arrow_config": {"arrow_top_k": 3},
+            }.items()
+        ),
         ({"bias": "all"}, "bias"),
         ({"r": None}, "no low-rank adapters that can be read"),
         ({"lora_alpha": 0}, "positive alpha"),
@@ -127,6 +146,24 @@ def test_adapters_of_another_kind_are_refused(tmp_path: Path, changed: dict[str,
     source = write_published(tmp_path / "in", tensors, config=CONFIG)
     with pytest.raises(CheckpointError, match=said):
         convert(source, tmp_path / "out", adapter=tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("settings", [{"use_dora": True}, {"use_rslora": True}])
+def test_adapters_that_peft_wrote_as_another_kind_are_refused(
+    tmp_path: Path, settings: dict[str, object]
+) -> None:
+    tensors = published_tensors()
+    published_adapter(tmp_path / "adapter", tensors, **settings)
+    source = write_published(tmp_path / "in", tensors, config=CONFIG)
+    with pytest.raises(CheckpointError, match=next(iter(settings))):
+        convert(source, tmp_path / "out", adapter=tmp_path / "adapter")
+
+
+def test_weights_beside_adapters_are_refused(tmp_path: Path) -> None:
+    source = write_published(tmp_path / "in", published_tensors(), config=CONFIG)
+    published_adapter(source, published_tensors())
+    with pytest.raises(CheckpointError, match=r"holds weights and adapters .*--adapter FOLDER"):
+        load_policy(source)
 
 
 @pytest.mark.parametrize(

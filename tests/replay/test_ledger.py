@@ -121,11 +121,17 @@ def test_lines_of_earlier_versions_are_read_and_unknown_or_wrong_ones_are_skippe
         {},
         old | {"episodes": "2"},
         old | {"status": "held"},
+        old | {"episodes": True},
+        old | {"stored": 1},
+        {"used": [True], "request": "r", "version": 1},
         {"ready": -9},
     ]
-    assert list(read_events([*unknown, old])) == [
+    warnings = list[str]()
+    assert list(read_events([*unknown, old], warnings.append)) == [
         Dropped(dropped=3, status="dropped_invalid", episodes=2, stored=True)
     ]
+    assert len(warnings) == 6, "all but those of unknown kinds are named"
+    assert "'used': [True]" in warnings[4]
 
 
 def test_a_line_that_the_disk_refused_is_not_gone_on_from(

@@ -206,7 +206,11 @@ def test_of_two_reward_models_under_other_names_none_is_chosen(tmp_path: Path) -
     with pytest.raises(CheckpointError, match=r"several reward models: .*a\.pth and .*b\.pth"):
         open_reward(tmp_path)
     (tmp_path / "b.pth").unlink()
+    (tmp_path / "a.pth").rename(tmp_path / "a.PTH")
     assert open_reward(tmp_path)[""].config.widths == WIDTHS
+    (tmp_path / "newer.pth").write_bytes((tmp_path / "a.PTH").read_bytes()[:999])
+    with pytest.raises(CheckpointError, match=r"newer\.pth was not read"):
+        open_reward(tmp_path)
 
 
 # ---- LIBERO-Long ---------------------------------------------------------------------------------

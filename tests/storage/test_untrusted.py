@@ -146,12 +146,18 @@ def test_types_are_named() -> None:
             check_types(wrong, expected)
 
 
-def test_rows_that_are_none_are_told_apart(tmp_path: Path) -> None:
+def test_rows_that_are_none_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(
         b'{"step": 1}\n[1]\ncaf\xe9\n' + b"1" * 2_000_000 + b'\n{"step": NaN}\n{"step": 2}\n{"step": 3}'
     )
-    assert list(read_json_lines(path)) == [{"step": 1}, {"step": 2}]
+    for _ in range(2):
+        assert list(read_json_lines(path)) == [{"step": 1}, {"step": 2}]
+    lines = [record.getMessage().split(" is damaged")[0] for record in caplog.records]
+    assert lines == [f"{path}: line {number}" for number in (2, 3, 4, 5)]
+    path.write_text('{"step": true}\n{"step": 1.0}\n{}\n{"step": 2}\n')
+    assert list(read_json_lines(path, {"step": int})) == [{"step": 2}]
+    assert "line 1 is damaged and left out: step is True, expected int" in caplog.text
     assert list(read_json_lines(tmp_path / "absent")) == []
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 from asyncrl.errors import AssetError
 from asyncrl.records import dummy_action
 from asyncrl.worlds.rlinf_start_states import load_trajectory, read_object_array
-from asyncrl.worlds.start_states import load_start_states
+from asyncrl.worlds.start_states import load_start_states, save_start_states
 from asyncrl.worlds.wan.world import _opening_actions, _opening_frames
 from support.pth import write_bomb
 
@@ -96,6 +96,23 @@ def test_keyframes_can_be_left_out_and_names_decide_the_order(tmp_path: Path) ->
     assert len(load_start_states(tmp_path)) == 1
     with pytest.raises(AssetError, match=r"without _kir, because of --no-keyframes"):
         load_start_states(tmp_path, keyframes=False)
+
+
+def test_endings_in_capitals_are_read_and_two_kinds_in_a_folder_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "traj1.npy", [frame(0)]).rename(tmp_path / "traj1.NPY")
+    write(tmp_path / "traj2.npy", [frame(1)])
+    assert [state.name for state in load_start_states(tmp_path)] == ["traj1", "traj2"]
+    assert load_start_states(path)[0].name == "traj1"
+    save_start_states(tmp_path / "more" / "a.h5", load_start_states(path))
+    (tmp_path / "more" / "a.h5").rename(tmp_path / "more" / "a.H5")
+    assert [state.name for state in load_start_states(tmp_path / "more")] == ["traj1"]
+    (tmp_path / "more" / "a.H5").rename(tmp_path / "a.HDF5")
+    with pytest.raises(AssetError, match=r"two kinds, a\.HDF5 and traj1\.NPY"):
+        load_start_states(tmp_path)
+    (tmp_path / "traj3.npy").write_bytes(path.read_bytes()[:300])
+    (tmp_path / "a.HDF5").unlink()
+    with pytest.raises(AssetError, match=r"traj3\.npy"):
+        load_start_states(tmp_path)
 
 
 def test_images_of_another_size_are_resized_as_pytorch_does_it(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from asyncrl.storage.tensor_files import SHARD_BYTES, Spec, TensorFiles, write_f
 from asyncrl.storage.untrusted import Typed, shortened
 
 MODEL_TYPE: Final = "openvla"
+ADAPTER: Final = "adapter_config.json"  # Of peft.
 SECTION: Final = "asyncrl"  # Entry of config.json: the fields of `OpenVLAOFTConfig`, statistics excepted.
 STATISTICS: Final = "dataset_statistics.json"
 OLD_FORMAT: Final = "asyncrl-openvla-oft"  # `format` in the config.json of asyncrl 0.1's own layout.
@@ -153,6 +154,12 @@ def _refuse_others(folder: Path, fields: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{folder / 'config.json'} is not of an OpenVLA policy (model_type {MODEL_TYPE}). Give a "
             "published OpenVLA or OpenVLA-OFT folder, or one written by asyncrl."
+        )
+    if (folder / ADAPTER).is_file():
+        raise CheckpointError(
+            f"{folder} holds weights and adapters ({ADAPTER}), and does not say whether they are merged. "
+            "Move the adapters to a folder of their own, and merge them if they are not: asyncrl convert "
+            "SOURCE OUT --adapter FOLDER."
         )
     for module, meaning in _REFUSED.items():
         if found := sorted(folder.glob(f"{module}--*.pt")):

@@ -9,6 +9,7 @@ other direction than diffusers. OpenCLIP keeps queries, keys and values in one t
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -22,6 +23,7 @@ from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import CheckpointError
 from asyncrl.records import ACTION_DIM, CHUNK, POSE_DIM, SlotBytes
 from asyncrl.storage.tensor_files import TensorFiles, check_shapes, write_tensors
+from asyncrl.storage.untrusted import files_in
 from asyncrl.worlds.evac import conditions
 from asyncrl.worlds.evac.conditions import EvacConfig, EvacNetworks
 from asyncrl.worlds.evac.ddim import EvacOptions
@@ -295,15 +297,15 @@ def _find_tensors(folder: Path) -> tuple[str, dict[str, TensorFiles]]:
         if named is None:
             raise errors[0] if errors else CheckpointError(f"{main[0]} is an EVAC checkpoint {_ADVICE[part]}")
         tensors |= dict.fromkeys(named.names(), named)
+    for error in errors:
+        logging.getLogger(__name__).warning("A file besides the world's cannot be read: %s", error)
     return str(main[0]), tensors
 
 
 def _open_files(folder: Path) -> tuple[dict[Path, TensorFiles], list[CheckpointError]]:
     files, errors = dict[Path, TensorFiles](), list[CheckpointError]()
     own = {file_name(part): prefix for part, prefix in PREFIXES.items()}
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if path.suffix not in EVAC_SUFFIXES:
-            continue
+    for path in files_in(folder, *EVAC_SUFFIXES):
         prefix = own.get(path.name, "")
         try:
             files[path] = TensorFiles(path, rename=lambda n, prefix=prefix: prefix + n.removeprefix(_WRAPPED))
