@@ -210,7 +210,13 @@ class SimulatorPool:
             request: dict[str, Any] = {"steps": actions, "actions": None}
         else:
             request = {"steps": len(actions), "actions": actions}
-            _check(actions, self.spec.action_dim, self._starts[slot])
+            finite, width = np.isfinite(actions).all(), self.spec.action_dim
+            if actions.ndim != 2 or not len(actions) or actions.shape[1] != width or not finite:
+                came = f"{list(actions.shape)}{'' if finite else ', not all of them finite'}"
+                raise ConfigError(
+                    f"The policy chose actions of shape {came} in {self._starts[slot].name}; a decision is "
+                    f"[steps, {width}] finite numbers. Look at its weights and at its action statistics."
+                )
         self._ask(slot, do="step", frames=frames, past_success=past_success, **request)
 
     def leave(self, slot: int) -> None:
@@ -303,12 +309,3 @@ class SimulatorPool:
 
     def _slots_of(self, number: int) -> range:
         return range(number * self.places, (number + 1) * self.places)
-
-
-def _check(actions: NDArray[np.float32], width: int, start: SimStart) -> None:
-    finite = "" if np.isfinite(actions).all() else ", not all of them finite"
-    if actions.ndim != 2 or not len(actions) or actions.shape[1] != width or finite:
-        raise ConfigError(
-            f"The policy chose actions of shape {list(actions.shape)}{finite} in {start.name}; a decision is "
-            f"[steps, {width}] finite numbers. Look at its weights and at its action statistics."
-        )

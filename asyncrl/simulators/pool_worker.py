@@ -103,23 +103,22 @@ class Worker:
         return answers
 
     def _reset(self, place: int, start: dict[str, Any], expert: dict[str, Any] | None) -> Message:
-        begun = SimStart(**start)
+        begun, spec = SimStart(**start), self._simulator.spec
         seen = self._simulator.reset([place], [begun])
         self._playing.add(place)
         self._experts.pop(place, None)
         if expert is not None:
             if not isinstance(self._simulator, HasExpert):
                 raise ConfigError(
-                    f"{self._simulator.spec.name} has no expert. Name a policy, or add the method `expert`: "
-                    "docs/extending.md."
+                    f"{spec.name} has no expert. Name a policy, or add a method `expert`: docs/extending.md."
                 )
             rng = np.random.default_rng([begun.seed, 1])
             self._experts[place] = self._simulator.expert(place, Demonstrator(**plain_tuples(expert)), rng)
-        (task,) = check_instructions(seen.tasks, f"{self._simulator.spec.name}, tasks after a reset", 1)
-        if (known := self._simulator.spec.tasks) and task not in known:
+        (task,) = check_instructions(seen.tasks, f"{spec.name}, tasks after a reset", 1)
+        if spec.tasks and task not in spec.tasks:
             raise ConfigError(
-                f"{self._simulator.spec.name} begins {begun.name} with {task!r}, which is none of its "
-                f"{len(known)} spec.tasks. Let both say the same, or spec.tasks be empty."
+                f"{spec.name} begins {begun.name} with {task!r}, which is none of its {len(spec.tasks)} "
+                "spec.tasks. Let both say the same, or spec.tasks be empty."
             )
         return {"place": place, "task": task, **_stacked(_SEEN, [self._row(seen, 0)])}
 

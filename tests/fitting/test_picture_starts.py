@@ -91,7 +91,7 @@ def test_fewer_start_states_are_spread_over_all_pictures(tmp_path: Path, picture
     [
         ("i.txt", "\n", "has no instruction"),
         ("i.csv", "file,text\nview0.png,x\n", "its first line is not picture,instruction"),
-        ("i.csv", "picture,instruction\nview0.png,\n", "instruction '' has no word"),
+        ("i.csv", "picture,instruction\nview0.png,\n", "instruction '' is no text like"),
         ("i.csv", "picture,instruction\nview9.png,x\n", r"names view9.png, which is not in the folder"),
         ("i.csv", "picture,instruction\nview0.png,x\nview0.png,X.\n", "twice for a picture"),
     ],

@@ -342,17 +342,15 @@ class OwnPlaces(OneByOne[OwnPlace]):
         super().__init__(spec, [OwnPlace() for _ in range(places)])
 
 
-class Box(SimpleNamespace):
-    """Enough of a gymnasium space."""
-
-
 class Environment:
     """Enough of a `gymnasium.vector.VectorEnv` that plays one episode of 8 steps."""
 
     metadata: ClassVar = {"autoreset_mode": SimpleNamespace(name="DISABLED")}
     num_envs, spec = 1, None
-    single_observation_space = Box(shape=(SIDE, SIDE, 3), dtype=np.dtype(np.uint8))
-    single_action_space = Box(low=-np.ones(7), high=np.ones(7), shape=(7,), dtype=np.dtype(np.float32))
+    single_observation_space = SimpleNamespace(shape=(SIDE, SIDE, 3), dtype=np.dtype(np.uint8))
+    single_action_space = SimpleNamespace(
+        low=-np.ones(7), high=np.ones(7), shape=(7,), dtype=np.dtype(np.float32)
+    )
 
     def reset(self, *, seed: list[int | None], options: Any) -> tuple[np.ndarray, dict[str, Any]]:
         self.seed, self.steps = int(seed[0] or 0), 0
