@@ -44,6 +44,7 @@ from weights_parties import (
 )
 
 from asyncrl.messaging.sockets import private_folder
+from asyncrl.observability.metrics_system import WEIGHTS_SECONDS
 from asyncrl.weights.publisher import BroadcastPublisher
 
 
@@ -222,7 +223,7 @@ def quiet_rounds(channel: Channel) -> tuple[list[float], float, float]:
         channel.publish()
         channel.await_all()
         totals.append(time.monotonic() - began)
-        broadcasts.append(1e3 * channel.publisher.sent.seconds)
+        broadcasts.append(1e3 * channel.publisher.status()[WEIGHTS_SECONDS])
         for version, took in channel.processes.order("swap"):
             assert version == channel.version, f"an actor holds version {version} of {channel.version}"
             swaps.append(took)

@@ -33,8 +33,7 @@ POLL_SECONDS = 0.02  # Seconds between two checks of a bounded action
 PULL: Final = "pull"  # In place of a transport's name: fetch the versions over the socket
 Named = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
 """An actor's tensors by name, or a function that returns them."""
-BufferPair = tuple[Buffers, Buffers]
-"""The learner's two buffer sets, by buffer index."""
+BufferPair = tuple[Buffers, Buffers]  # The learner's two buffer sets, by buffer index
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
@@ -109,10 +108,9 @@ class Receiver(ABC):
 
     @abstractmethod
     def swap_into(self, tensors: Named) -> int:
-        """Copy the newest complete version into the tensors, if it is newer, in the current stream's order.
+        """Copy the newest complete version into the tensors in the current stream's order; return its number.
 
-        Returns the version that they hold, -1 before the first. A function is called only for a newer
-        version: naming a thousand tensors takes milliseconds.
+        -1 before the first. A function is called only for a newer version: it takes milliseconds.
         """
 
     def wait_newer(self, version: int, wait: float) -> None:  # noqa: B027  Nothing comes within a process.
@@ -141,8 +139,7 @@ class Link:
 class Transport(Protocol):
     """Makes all links; an optional `allocate` makes the learner's buffers, as `packing.allocate`."""
 
-    device: torch.device
-    """Device of the buffers."""
+    device: torch.device  # Of the buffers
 
     @classmethod
     def build(cls, device: torch.device, deadline: float) -> Self:

@@ -20,7 +20,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,16 +42,6 @@ IDLE_SECONDS = 0.1  # Longest wait for messages and versions
 PACKING_POLL_SECONDS = 0.0005  # Seconds between two polls of the device's packing
 READY_SECONDS = 2.0  # Longest wait for the members' answer to group
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Broadcast:
-    """The last broadcast."""
-
-    version: int = -1
-    members: int = 0
-    hosts: int = 0  # Members on other hosts
-    seconds: float = 0.0  # From the announcement to the last receipt
 
 
 class BroadcastPublisher(Publisher):
@@ -82,7 +71,7 @@ class BroadcastPublisher(Publisher):
         self._members: list[Subscriber] = []  # Of this epoch.
         self._sent_in_epoch = -1
         self._failed_in_a_row = 0
-        self.sent = Broadcast()
+        self._sent_seconds, self._sent_members, self._sent_hosts = 0.0, 0, 0  # Of the last broadcast
         self._waiting_for = "no actor has registered"
         self._failure: Exception | None = None
         self._closing = False
@@ -121,18 +110,18 @@ class BroadcastPublisher(Publisher):
     def status(self) -> dict[Metric, float]:
         """Return the newest metrics `weights/*`."""
         with self.server.changed:
-            sent, subscribers = self.sent, list(self.server.subscribers.values())
+            subscribers = list(self.server.subscribers.values())
+            seconds, members, hosts = self._sent_seconds, self._sent_members, self._sent_hosts
         pullers = [each for each in subscribers if not each.member and each.held >= 0]
-        hosts = {m.WEIGHTS_HOSTS: float(sent.hosts), m.WEIGHTS_HOSTS_SECONDS: sent.seconds}
         return {
             m.WEIGHTS_VERSION: self._buffers.newest,
             m.WEIGHTS_BYTES: sum(buffer.nbytes for buffer in self._buffers.buffer_pair[0]),
-            m.WEIGHTS_SECONDS: sent.seconds,
-            m.WEIGHTS_MEMBERS: sent.members + len(pullers),
+            m.WEIGHTS_SECONDS: seconds,
+            m.WEIGHTS_MEMBERS: members + len(pullers),
             m.WEIGHTS_JOINED: len(pullers),
             m.WEIGHTS_PULL_SECONDS: max((each.seconds for each in pullers), default=0.0),
             m.WEIGHTS_PULLED_BYTES: self.server.sent_bytes,
-        } | (hosts if self._stores else {})
+        } | ({m.WEIGHTS_HOSTS: float(hosts), m.WEIGHTS_HOSTS_SECONDS: seconds} if self._stores else {})
 
     @property
     def joined(self) -> int:
@@ -272,7 +261,7 @@ class BroadcastPublisher(Publisher):
         self._waiting_for = "waiting for more actors"
         hosts = sum(not member.started for member in self._members)
         with self.server.changed:
-            self.sent = Broadcast(version=version, members=len(self._members), hosts=hosts, seconds=seconds)
+            self._sent_seconds, self._sent_members, self._sent_hosts = seconds, len(self._members), hosts
             for member in self._members:
                 member.held = version
             self.server.changed.notify_all()
