@@ -132,7 +132,7 @@ class StartState:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How actions are drawn from a policy's distribution; the log-probs of an episode depend on it."""
+    """Parameters of drawing actions from a policy's distribution; an episode's log-probs depend on them."""
 
     temperature: float
     """Divides the logits; 0: the most likely token, with its log-prob at temperature 1 without top-k."""

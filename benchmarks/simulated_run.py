@@ -245,8 +245,8 @@ class Simulation:
             successes=0,
         )
         self.limiter.make_ready(number, group)
-        if (why := self.limiter.too_old(group, self.limiter.version)) is not None:
-            self._drop(number, why)
+        if self.limiter.too_old(group, self.limiter.version):
+            self._drop(number, "dropped_lag")
         self._learn()
 
     def _drop(self, number: int, why: ReceiptStatus) -> None:
@@ -279,8 +279,8 @@ class Simulation:
         self.limiter.advance(version)
         self.learning, self.no_credit, self.learner_free = False, False, self.now
         self._after(self.scale.weights_seconds, lambda: self._receive(version))
-        for number, why in self.limiter.stale().items():
-            self._drop(number, why)
+        for number in self.limiter.stale():
+            self._drop(number, "dropped_lag")
         self._learn()
         self._fill_all()
 

@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, Protocol
 
-from asyncrl.actors.backend import Backend, EpisodeStart, RowFailure, Slots, Stage, build_episode, split_slots
+from asyncrl.actors.backend import Backend, EpisodeStart, Failure, Slots, Stage, build_episode, split_slots
 from asyncrl.config.sections import ActorSettings
 from asyncrl.devices.offload import NO_OFFLOAD, OffloadedTensors
 from asyncrl.devices.tensors import peak_memory
@@ -224,7 +224,7 @@ class Actor:
             for grant in grants:
                 start = self.starts[grant.number]
                 if start.name in self.port.quarantined:
-                    self._report(grant, start, RowFailure(index=-1, cause="quarantined", reason=""), -1)
+                    self._report(grant, start, Failure(index=-1, cause="quarantined", reason=""), -1)
                 else:
                     self.slots.add_group(grant, start, self.group_size)
             wait = 0.0
@@ -244,20 +244,20 @@ class Actor:
                 self._acquire(wait)
         self.telemetry.add(m.ACTORS_WAITING, time.monotonic() - began)
 
-    def _fail(self, failures: Sequence[RowFailure]) -> None:
+    def _fail(self, failures: Sequence[Failure]) -> None:
         for failure in failures:
             episode = self.slots.episodes[failure.index]
             if episode is None:  # A sibling failed in the same step.
                 continue
-            pending, start = episode.pending, episode.pending.start
-            self.slots.remove_group(pending.grant.number)  # It is useless without all of its episodes.
+            plan, start = episode.plan, episode.plan.start
+            self.slots.remove_group(plan.grant.number)  # It is useless without all of its episodes.
             if start.name not in self._logged_starts:
                 self._logged_starts.add(start.name)
-                given_up = (pending.grant.number, start.name, failure.reason)
+                given_up = (plan.grant.number, start.name, failure.reason)
                 _log.warning("group %d is given up, start state %r: %s", *given_up, exc_info=failure.error)
-            self._report(pending.grant, start, failure, pending.member)
+            self._report(plan.grant, start, failure, plan.member)
 
-    def _report(self, grant: GroupGrant, start: EpisodeStart, failure: RowFailure, member: int) -> None:
+    def _report(self, grant: GroupGrant, start: EpisodeStart, failure: Failure, member: int) -> None:
         self.port.fail(
             GroupFailure(
                 number=grant.number,

@@ -29,7 +29,7 @@ from asyncrl.simulators.interface import SimStart
 from asyncrl.worlds.interface import State
 
 _NO_FRAME: Final = np.zeros((0, 0, 3), np.uint8)
-Row = dict[str, NDArray[Any]]
+Decision = dict[str, NDArray[Any]]
 """One decision: the arrays of an `Episode` by name, without the axis of decisions.
 
 `video` is ``[C, H, W, 3]``; `values` is left out without a critic, `rewards` may be.
@@ -42,8 +42,8 @@ EpisodeStart = StartState | SimStart
 
 
 @dataclass(frozen=True, kw_only=True)
-class PendingEpisode:
-    """One episode that has not begun."""
+class EpisodePlan:
+    """An episode to make: its group, its place there, and its start."""
 
     grant: GroupGrant
     member: int
@@ -54,20 +54,20 @@ class PendingEpisode:
 class EpisodeInProgress:
     """One running episode; task, frames and state are set when its backend has begun it."""
 
-    pending: PendingEpisode
+    plan: EpisodePlan
     seed: int
     task: str = ""
     frame: NDArray[np.uint8] = field(default_factory=lambda: _NO_FRAME)  # [H, W, 3] the present frame
     more_frames: NDArray[np.uint8] | None = None  # [V, H, W, 3] of the other cameras; None without any
     state: NDArray[np.float32] | None = None  # [Q] the robot's present state; None if unknown
-    decisions: list[Row] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
     decisions_reported: int = 0
 
     def next_noise_seed(self) -> int:
         """Return the noise seed of the next decision."""
         return noise_seed(self.seed, len(self.decisions))
 
-    def add(self, decision: Row) -> None:
+    def add(self, decision: Decision) -> None:
         """Append a decision and move on to its last frame."""
         self.decisions.append(decision)
         self.frame = decision["video"][-1]
@@ -75,7 +75,7 @@ class EpisodeInProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeEnd:
-    """How an episode of N decisions of C steps ended."""
+    """End of an episode of N decisions of C steps."""
 
     reason: EndReason
     rewards: NDArray[np.float32]  # [N, C]
@@ -87,7 +87,7 @@ class Slots:
 
     def __init__(self, size: int, *, run_seed: int) -> None:
         self.episodes: list[EpisodeInProgress | None] = [None] * size
-        self.pending: deque[PendingEpisode] = deque()
+        self.pending: deque[EpisodePlan] = deque()
         self._run_seed = run_seed
 
     @property
@@ -106,7 +106,7 @@ class Slots:
     def add_group(self, grant: GroupGrant, start: EpisodeStart, group_size: int) -> None:
         """Queue the episodes of a grant behind those of lower numbers, in place of an earlier grant's."""
         self.remove_group(grant.number)
-        episodes = [PendingEpisode(grant=grant, member=i, start=start) for i in range(group_size)]
+        episodes = [EpisodePlan(grant=grant, member=i, start=start) for i in range(group_size)]
         self.pending = deque(sorted([*self.pending, *episodes], key=lambda pending: pending.grant.number))
 
     def fill(
@@ -122,7 +122,7 @@ class Slots:
             index = next((index for index in free if is_cheapest(index, pending.start)), free[0])
             free.remove(index)
             seed = episode_seed(self._run_seed, pending.grant.number, pending.member)
-            self.episodes[index] = EpisodeInProgress(pending=pending, seed=seed)
+            self.episodes[index] = EpisodeInProgress(plan=pending, seed=seed)
             filled.append(index)
         return sorted(filled)
 
@@ -134,7 +134,7 @@ class Slots:
 
     def remove_group(self, number: int) -> None:
         """Remove the running and pending episodes of a group."""
-        self.episodes = [e if e and e.pending.grant.number != number else None for e in self.episodes]
+        self.episodes = [e if e and e.plan.grant.number != number else None for e in self.episodes]
         self.pending = deque(pending for pending in self.pending if pending.grant.number != number)
 
     def clear(self, index: int) -> EpisodeInProgress:
@@ -154,7 +154,7 @@ def build_episode(
     sampling: SamplingParams,
 ) -> Episode:
     """Build the `Episode` record of an episode that ended."""
-    rows, pending, grant = episode.decisions, episode.pending, episode.pending.grant
+    rows, plan, grant = episode.decisions, episode.plan, episode.plan.grant
     arrays: dict[str, Any] = {n: np.stack([row[n] for row in rows]) for n in rows[0] if n != "video"}
     known = EPISODE_ARRAYS.keys() | OPTIONAL_ARRAYS.keys()
     sample = {name: arrays.pop(name) for name in list(arrays) if name not in known}
@@ -163,11 +163,11 @@ def build_episode(
     return Episode(
         episode_id=os.urandom(16).hex(),
         group_id=grant.group_id,
-        member=pending.member,
+        member=plan.member,
         group_size=group_size,
         actor=actor,
         task=episode.task,
-        start_state=pending.start.name,
+        start_state=plan.start.name,
         world_version=world_version,
         seed=episode.seed,
         temperature=sampling.temperature,
@@ -184,8 +184,8 @@ def build_episode(
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowFailure:
-    """Why the episode in one slot cannot go on."""
+class Failure:
+    """Failure of the episode in one slot."""
 
     index: int  # The slot; -1: none
     cause: Cause
@@ -272,17 +272,17 @@ class Backend(ABC, Generic[State]):
         return True
 
     @abstractmethod
-    def begin(self, slots: Slots, stage: Stage[State], indices: list[int]) -> list[RowFailure]:
+    def begin(self, slots: Slots, stage: Stage[State], indices: list[int]) -> list[Failure]:
         """Begin the episodes just put into slots of an idle stage."""
 
     @abstractmethod
     def launch(
         self, slots: Slots, stage: Stage[State], indices: list[int], policy_version: int
-    ) -> list[RowFailure]:
+    ) -> list[Failure]:
         """Begin one decision in `indices`, the stage's slots with an episode."""
 
     @abstractmethod
-    def collect(self, slots: Slots, stage: Stage[State], timeout: float) -> tuple[list[RowFailure], float]:
+    def collect(self, slots: Slots, stage: Stage[State], timeout: float) -> tuple[list[Failure], float]:
         """Append the stage's decisions; RunError after `timeout`. Seconds waited, but for a device's."""
 
     @abstractmethod

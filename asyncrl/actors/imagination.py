@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.actors.backend import Backend, EpisodeEnd, EpisodeInProgress, RowFailure, Slots, Stage, TimedWork
+from asyncrl.actors.backend import Backend, EpisodeEnd, EpisodeInProgress, Failure, Slots, Stage, TimedWork
 from asyncrl.config.sections import ActorSettings
 from asyncrl.devices.streams import DeviceEvent
 from asyncrl.episode_layout import SAMPLE_DTYPES
@@ -51,7 +51,7 @@ class InFlightDecision:
 
     indices: list[int]
     episodes: list[EpisodeInProgress]  # Of the slots at the launch
-    arrays: dict[str, Tensor]  # Row with an axis of rows: name -> [B or more, ...]
+    arrays: dict[str, Tensor]  # Decision with an axis of slots: name -> [B or more, ...]
     finite: Tensor  # [B or more] bool: WorldState.finite after the decision
     timed_work: list[TimedWork]
     done_events: tuple[DeviceEvent, ...]
@@ -91,13 +91,13 @@ class WorldBackend(Backend[State]):
         self.world_version, self.models = world.version, (world, reward)
 
     @torch.inference_mode()
-    def begin(self, slots: Slots, stage: Stage[State], indices: list[int]) -> list[RowFailure]:
+    def begin(self, slots: Slots, stage: Stage[State], indices: list[int]) -> list[Failure]:
         """Open the world for new episodes; returns the slots for whose start state it raises."""
         for index in indices:
             episode = slots.episode(index)
-            episode.task, episode.frame = episode.pending.start.task, _start_state(episode).present_frame
+            episode.task, episode.frame = episode.plan.start.task, _start_state(episode).present_frame
         began = DeviceEvent(self.world_device)
-        opened, failed = retry_rows_singly(indices, partial(self._open, slots))
+        opened, failed = retry_slots_singly(indices, partial(self._open, slots))
         for part, fresh in opened:
             stage.open(part, fresh)
         stage.timed_work.append((m.ACTOR_WORLD, began, DeviceEvent(self.world_device)))
@@ -106,16 +106,16 @@ class WorldBackend(Backend[State]):
     @torch.inference_mode()
     def launch(
         self, slots: Slots, stage: Stage[State], indices: list[int], policy_version: int
-    ) -> list[RowFailure]:
+    ) -> list[Failure]:
         """Queue one decision in `indices`; returns the slots for which a model raises at once."""
         stage.keep(indices)
-        parts, failed = retry_rows_singly(indices, partial(self._decide, slots, stage, policy_version))
+        parts, failed = retry_slots_singly(indices, partial(self._decide, slots, stage, policy_version))
         for part, (decision, after) in parts:
             stage.replace(part, after)
             stage.in_flight.append(decision)
         return failed
 
-    def collect(self, slots: Slots, stage: Stage[State], timeout: float) -> tuple[list[RowFailure], float]:
+    def collect(self, slots: Slots, stage: Stage[State], timeout: float) -> tuple[list[Failure], float]:
         """Wait for the stage's decision and append it to the episodes."""
         in_flight, stage.in_flight = stage.in_flight, []
         waited = wait_for([event for decision in in_flight for event in decision.done_events], timeout)
@@ -229,7 +229,7 @@ def decision_tensors(policy: Policy, acted: ActResult) -> dict[str, Tensor]:
 
 
 def _start_state(episode: EpisodeInProgress) -> StartState:
-    return cast("StartState", episode.pending.start)  # The stream of a world model has no others.
+    return cast("StartState", episode.plan.start)  # The stream of a world model has no others.
 
 
 def _first_rows(state: State, count: int) -> State:
@@ -240,18 +240,18 @@ def _first_rows(state: State, count: int) -> State:
 # By a number that is not finite, or by an error of a model, found by retrying the rows alone.
 
 
-def find_failure(checks: Sequence[Check], row: int, index: int) -> RowFailure | None:
+def find_failure(checks: Sequence[Check], row: int, index: int) -> Failure | None:
     """Return the failure of slot `index` by the first array whose `row` is not finite, or None."""
     for cause, name, values_B in checks:
         finite = values_B[row] if values_B.dtype == np.bool_ else np.isfinite(values_B[row]).all()
         if not finite:
-            return RowFailure(index=index, cause=cause, reason=f"the {name} not finite")
+            return Failure(index=index, cause=cause, reason=f"the {name} not finite")
     return None
 
 
-def retry_rows_singly(
+def retry_slots_singly(
     indices: Sequence[int], attempt: Callable[[list[int]], Result]
-) -> tuple[list[tuple[list[int], Result]], list[RowFailure]]:
+) -> tuple[list[tuple[list[int], Result]], list[Failure]]:
     """Attempt all slots together; if that raises, each alone, so that only the culprits fail."""
     try:
         return [(list(indices), attempt(list(indices)))], []
@@ -264,8 +264,8 @@ def retry_rows_singly(
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # Raises again if the error was the device's and shows only now.
     if len(indices) == 1:
-        return [], [RowFailure(index=indices[0], cause="raised", reason=reason, error=raised)]
-    alone = [retry_rows_singly([index], attempt) for index in indices]
+        return [], [Failure(index=indices[0], cause="raised", reason=reason, error=raised)]
+    alone = [retry_slots_singly([index], attempt) for index in indices]
     failed = [failure for _, failures in alone for failure in failures]
     if not failed:
         _log.warning("%d rows raised together, but none alone: %s", len(indices), reason)

@@ -22,15 +22,15 @@ import torch
 
 from asyncrl.actors.backend import (
     Backend,
+    Decision,
     EpisodeEnd,
     EpisodeInProgress,
     EpisodeStart,
-    Row,
-    RowFailure,
+    Failure,
     Slots,
     Stage,
 )
-from asyncrl.actors.imagination import CPU, Check, decision_tensors, find_failure, retry_rows_singly
+from asyncrl.actors.imagination import CPU, Check, decision_tensors, find_failure, retry_slots_singly
 from asyncrl.devices.streams import DeviceEvent
 from asyncrl.errors import RunError
 from asyncrl.observability import metrics_system as m
@@ -50,7 +50,7 @@ _POLL: Final = 1.0
 class _SlotState:
     episode: EpisodeInProgress | None = None  # Episode of the last request
     awaits_answer: bool = False
-    decision: Row = field(default_factory=dict)  # The decision being carried out; empty during a reset
+    decision: Decision = field(default_factory=dict)  # The decision being carried out; empty during a reset
     restarts: int = 0
     steps_taken: int = 0
     end: EndReason | None = None
@@ -93,7 +93,7 @@ class SimulatorBackend(Backend[Any]):
         """Return True if the scene of the start's task is loaded in the slot."""
         return self.pool.loaded_task(index) == getattr(start, "task_id", -1)
 
-    def begin(self, slots: Slots, stage: Stage[Any], indices: list[int]) -> list[RowFailure]:
+    def begin(self, slots: Slots, stage: Stage[Any], indices: list[int]) -> list[Failure]:
         """Request the resets of new episodes; a slot that still steps a removed one is reset afterwards."""
         self.release(slots, stage)
         for index in indices:
@@ -103,7 +103,7 @@ class SimulatorBackend(Backend[Any]):
 
     def launch(
         self, slots: Slots, stage: Stage[Any], indices: list[int], policy_version: int
-    ) -> list[RowFailure]:
+    ) -> list[Failure]:
         """Decide for the slots that wait for a decision and send them their steps."""
         self.release(slots, stage)
         if self.together:
@@ -115,7 +115,7 @@ class SimulatorBackend(Backend[Any]):
         over = {index for index in own if self._slots[index].is_over(self.max_decisions)}
         ready = [index for index in own if not self._slots[index].awaits_answer and index not in over]
         if ready:
-            parts, raised = retry_rows_singly(ready, partial(self._decide, slots, policy_version))
+            parts, raised = retry_slots_singly(ready, partial(self._decide, slots, policy_version))
             failed += raised
             for part, rows in parts:
                 failed += self._send(slots, part, rows)
@@ -125,7 +125,7 @@ class SimulatorBackend(Backend[Any]):
         stage.in_flight = [index for index in indices if self._slots[index].awaits_answer or index in over]
         return failed
 
-    def collect(self, slots: Slots, stage: Stage[Any], timeout: float) -> tuple[list[RowFailure], float]:
+    def collect(self, slots: Slots, stage: Stage[Any], timeout: float) -> tuple[list[Failure], float]:
         """Wait for the first answers of the stage, or with `together` for all."""
         awaited, stage.in_flight = stage.in_flight, []
         failed, waited = self._wait(slots, awaited, timeout)
@@ -157,7 +157,7 @@ class SimulatorBackend(Backend[Any]):
 
     def _reset(self, index: int, episode: EpisodeInProgress, restarts: int = 0) -> None:
         self._slots[index] = _SlotState(episode=episode, awaits_answer=True, restarts=restarts)
-        self.pool.reset(index, cast("SimStart", episode.pending.start))  # The stream has no others.
+        self.pool.reset(index, cast("SimStart", episode.plan.start))  # The stream has no others.
 
     def _leave(self, index: int) -> None:
         if self._slots[index].episode is not None:
@@ -166,8 +166,8 @@ class SimulatorBackend(Backend[Any]):
 
     # --- answers ---
 
-    def _wait(self, slots: Slots, awaited: list[int], timeout: float) -> tuple[list[RowFailure], float]:
-        failed, began = list[RowFailure](), time.monotonic()
+    def _wait(self, slots: Slots, awaited: list[int], timeout: float) -> tuple[list[Failure], float]:
+        failed, began = list[Failure](), time.monotonic()
         while True:
             still = [index for index in awaited if self._slots[index].awaits_answer]
             if not still or (not self.together and len(still) < len(awaited)):
@@ -180,11 +180,11 @@ class SimulatorBackend(Backend[Any]):
                 )
             failed += self._handle_answers(slots, min(remaining, _POLL))
 
-    def _handle_answers(self, slots: Slots, patience: float) -> list[RowFailure]:
+    def _handle_answers(self, slots: Slots, patience: float) -> list[Failure]:
         handled = (self._handle(slots, answer) for answer in self.pool.ready(patience))
         return [failure for failure in handled if failure is not None]
 
-    def _handle(self, slots: Slots, answer: SlotAnswer) -> RowFailure | None:
+    def _handle(self, slots: Slots, answer: SlotAnswer) -> Failure | None:
         index, slot = answer.slot, self._slots[answer.slot]
         slot.awaits_answer, episode = False, slots.episodes[answer.slot]
         if episode is None or episode is not slot.episode:  # Its group was given up since the request.
@@ -203,12 +203,12 @@ class SimulatorBackend(Backend[Any]):
             return None
         return self._add_decision(slot, episode, answer)
 
-    def _restart(self, index: int, episode: EpisodeInProgress, reason: str) -> RowFailure | None:
+    def _restart(self, index: int, episode: EpisodeInProgress, reason: str) -> Failure | None:
         restarts = self._slots[index].restarts
         if restarts >= MOST_RESTARTS:
             self._slots[index] = _SlotState()
             reason = f"its worker was lost {restarts + 1} times: {reason}"
-            return RowFailure(index=index, cause="world", reason=reason)
+            return Failure(index=index, cause="world", reason=reason)
         self.restarted += 1
         episode.decisions, episode.decisions_reported = [], 0
         self._reset(index, episode, restarts + 1)
@@ -223,7 +223,7 @@ class SimulatorBackend(Backend[Any]):
 
     def _add_decision(
         self, slot: _SlotState, episode: EpisodeInProgress, answer: SlotAnswer
-    ) -> RowFailure | None:
+    ) -> Failure | None:
         checks: list[Check] = [
             ("world", "simulator's rewards are", answer.rewards[None]),
             ("world", "simulator's state is", answer.states),
@@ -247,18 +247,18 @@ class SimulatorBackend(Backend[Any]):
         self.decisions += 1
         if slot.end is None and answer.steps < chunk:
             reason = f"the simulator stopped after {answer.steps} of {chunk} steps without an end"
-            return RowFailure(index=answer.slot, cause="world", reason=reason)
+            return Failure(index=answer.slot, cause="world", reason=reason)
         return None
 
     # --- decisions ---
 
     @torch.inference_mode()
-    def _decide(self, slots: Slots, policy_version: int, indices: list[int]) -> list[Row]:
+    def _decide(self, slots: Slots, policy_version: int, indices: list[int]) -> list[Decision]:
         """Has no side effects."""
         episodes = [slots.episode(index) for index in indices]
         seeds = [episode.next_noise_seed() for episode in episodes]
         named = [{"frames": e.frame, "more_frames": e.more_frames, "states": e.state} for e in episodes]
-        observations: list[Row] = [{n: x for n, x in seen.items() if x is not None} for seen in named]
+        observations: list[Decision] = [{n: x for n, x in seen.items() if x is not None} for seen in named]
         frames = np.stack([row["frames"] for row in observations])
         if self.cameras > 1:
             more = np.stack([row["more_frames"] for row in observations])
@@ -278,7 +278,7 @@ class SimulatorBackend(Backend[Any]):
             for row, observation in enumerate(observations)
         ]
 
-    def _send(self, slots: Slots, indices: list[int], rows: list[Row]) -> list[RowFailure]:
+    def _send(self, slots: Slots, indices: list[int], rows: list[Decision]) -> list[Failure]:
         failed = []
         names = [(key, name) for key, name in CHECKED if key in rows[0]]
         for index, row in zip(indices, rows, strict=True):
@@ -288,6 +288,6 @@ class SimulatorBackend(Backend[Any]):
                 continue
             slot = self._slots[index]
             slot.decision, slot.awaits_answer = row, True
-            keep_video = slots.episode(index).pending.grant.keep_video
+            keep_video = slots.episode(index).plan.grant.keep_video
             self.pool.step(index, row["actions"], frames="all" if keep_video else "last")
         return failed

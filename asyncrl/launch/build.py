@@ -30,7 +30,7 @@ from asyncrl.launch.placement import Placement, copies_of, only_learns
 from asyncrl.launch.simulated import SimulatorFiles
 from asyncrl.learner.forward import Reference
 from asyncrl.learner.fsdp import shard
-from asyncrl.learner.learner import Learner, LoopSettings, WriteRow
+from asyncrl.learner.learner import Learner, LoopSettings, WriteMetrics
 from asyncrl.learner.ranks import LearnerRanks, joined_ranks
 from asyncrl.learner.recipe import build_recipe
 from asyncrl.learner.update import Update
@@ -191,7 +191,7 @@ def build_learner(
     start: LearnerStart,
     port: LearnerPort,
     publisher: Publisher,
-    write_row: WriteRow,
+    write_metrics: WriteMetrics,
     ranks: LearnerRanks,
     *,
     stop_requested: Callable[[], bool],
@@ -214,7 +214,7 @@ def build_learner(
         update,
         port,
         publisher,
-        write_row,
+        write_metrics,
         _checkpoints(config, start.run_dir, ranks),
         loop_settings(config),
         copy_policy=partial(copy_policy, policy, ranks),

@@ -1,4 +1,4 @@
-"""Which rank learns, which imagines, and on which device, by the text of --placement. Pure.
+"""Parse --placement: the ranks that learn and that imagine, and their devices. Pure.
 
 auto                                a word, see `WORDS`
 learner=0-1,actor=2-3               role=rank or role=first-last, in numbers of the whole job

@@ -118,7 +118,7 @@ def _check_versions(episodes: Sequence[Episode], version: int) -> None:
 
 
 class GroupOutcome(NamedTuple):
-    """How the episodes of one group ended; plain numbers, which ranks exchange as JSON."""
+    """Outcomes of the episodes of one group; plain numbers, which ranks exchange as JSON."""
 
     returns: list[float]
     lengths: list[int]

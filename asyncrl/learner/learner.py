@@ -38,7 +38,7 @@ from asyncrl.weights.interface import Publisher, WeightSource
 SAMPLE_SLICE: Final = 1.0  # Longest uninterrupted wait in seconds: how soon a stop request is seen
 HEARTBEAT_EVERY: Final = 5.0  # Seconds between heartbeats of rank 0 to ranks that wait for its batch
 SHUTDOWN_TIMEOUT_CHECKPOINT: Final = 300.0  # Seconds that a checkpoint has to be written after a failure
-WriteRow = Callable[[int, Mapping[Metric, float]], object]  # Policy version, metrics of its update
+WriteMetrics = Callable[[int, Mapping[Metric, float]], object]  # Policy version, metrics of its update
 _log = logging.getLogger(__name__)
 
 
@@ -91,7 +91,7 @@ class Learner:
         update: Update,
         replay: LearnerPort,
         publisher: Publisher,
-        write_row: WriteRow,
+        write_metrics: WriteMetrics,
         checkpoints: Checkpoints,
         settings: LoopSettings,
         *,
@@ -103,7 +103,7 @@ class Learner:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.update, self.replay, self.publisher = update, replay, publisher
-        self.write_row, self.checkpoints, self.settings = write_row, checkpoints, settings
+        self.write_metrics, self.checkpoints, self.settings = write_metrics, checkpoints, settings
         self.throughput, self.copy_policy, self.acting_tensors = throughput, copy_policy, acting_tensors
         self.offload, self.stop_requested, self.clock = offload, stop_requested, clock
         self.ranks, self.algorithm = update.ranks, update.recipe.algorithm
@@ -114,7 +114,7 @@ class Learner:
         self._heartbeat_at = clock()
         self._actors_joined = self._update_in_progress = False
         self._saved_version = -1
-        self._row_began = self._waited = 0.0
+        self._measured_since = self._waited = 0.0
 
     def restore(self, folder: Path) -> None:
         """Go on from a checkpoint, whose frozen weights were loaded before."""
@@ -152,7 +152,7 @@ class Learner:
     def _loop(self) -> None:
         self._require_finite()
         self._publish()
-        self._row_began = self.clock()
+        self._measured_since = self.clock()
         doing = "compiling the layers and updating" if self.settings.compiles else "updating"
         while self.version < self.settings.updates:
             groups = self._next_shard()
@@ -164,7 +164,7 @@ class Learner:
                 metrics |= batch_metrics(outcomes, self.version - 1)
                 self._publish()
             try:
-                self.write_row(self.version, metrics | self._status())
+                self.write_metrics(self.version, metrics | self._status())
             except Exception as error:  # The other ranks go on.
                 self._failure = self._failure or error
             doing = "updating"
@@ -176,6 +176,7 @@ class Learner:
                 raise RunError(f"{failure_reason} {self._finish_checkpoint(checkpoint.WRITE_DEADLINE)}")
 
     def _next_shard(self) -> Groups | None:
+        # This rank's groups of the next batch; None ends the loop on all ranks: stopped, failed or no groups.
         try:
             while (shard := self.ranks.share_batch(self._next_batch(), self._while_waiting)) is not None:
                 began, timeout = self.clock(), self.settings.batch_timeout
@@ -214,7 +215,7 @@ class Learner:
         if not self._actors_joined:
             deadline = self.settings.first_weights_deadline
             self.publisher.wait_for_first(self.version, deadline, self.stop_requested)
-            self._actors_joined, self._row_began = True, self.clock()
+            self._actors_joined, self._measured_since = True, self.clock()
         groups, size = self.algorithm.groups_per_update, self.algorithm.group_size
         most_decisions = groups * size * self.update.max_decisions * self.settings.batches_ahead
         with waits.waiting(waits.BATCH, timeout):
@@ -274,10 +275,10 @@ class Learner:
         self.replay.report_version(self.version)
 
     def _status(self) -> dict[Metric, float]:
-        """A row begins when the last one ended: no time is lost."""
+        # Shares of time begin where those of the last update ended.
         now = self.clock()
-        seconds = max(now - self._row_began, 1e-9)
-        waited, self._waited, self._row_began = self._waited, 0.0, now
+        seconds = max(now - self._measured_since, 1e-9)
+        waited, self._waited, self._measured_since = self._waited, 0.0, now
         checkpoint_waited, checkpoint_copied = self.checkpoints.pop_seconds()
         status = {
             **self.replay.status(),

@@ -3,9 +3,10 @@
 A minibatch is one optimizer step of whole episodes, a micro-batch one pass over prompts of about equal
 length. A rank without decisions repeats a masked one, to keep in step with others.
 
-D decisions of the batch, R those evaluated before the first step, N those evaluated for the first time,
-E episodes of a minibatch, M decisions of a micro-batch or minibatch, C steps per decision, A numbers per
-step, U, V units of a decision (`losses`), K values of a decision: 1, or C.
+A row is a decision, by its index in the batch. D decisions of the batch, R those evaluated before the first
+step, N those evaluated for the first time, E episodes of a minibatch, M decisions of a micro-batch or
+minibatch, C steps per decision, A numbers per step, U, V units of a decision (`losses`), K values of a
+decision: 1, or C.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def _importance_weights(
 class LossInputs:
     """Inputs of the loss of a minibatch's or micro-batch's decisions, on the policy's device."""
 
-    rows: Tensor  # [M] int64 on the CPU, rows of the batch; a minibatch's last is padding
+    rows: Tensor  # [M] int64 on the CPU: decisions by index in the batch; a minibatch's last is padding
     mask: Tensor
     behaviour: Tensor
     lag: Tensor

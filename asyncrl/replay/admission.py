@@ -223,7 +223,7 @@ def refusal(episode: Episode, expected: Expected, *, stored: bool = False) -> Re
     return None
 
 
-def unusable(group: Sequence[Episode], group_id: str, expected: Expected) -> str | None:
+def problem_for_learner(group: Sequence[Episode], group_id: str, expected: Expected) -> str | None:
     """Return why a learner cannot learn from a stored group, or None if it can."""
     members = sorted(episode.member for episode in group)
     if members != list(range(expected.group_size)):
@@ -233,10 +233,12 @@ def unusable(group: Sequence[Episode], group_id: str, expected: Expected) -> str
     for episode in group:
         if (found := refusal(episode, expected, stored=True)) is not None:
             return f"member {episode.member}: {found.reason}"
-    return next((problem for episode in group[1:] if (problem := unlike(group[0], episode))), None)
+    return next(
+        (problem for episode in group[1:] if (problem := sibling_difference(group[0], episode))), None
+    )
 
 
-def unlike(sibling: Episode, episode: Episode) -> str | None:
+def sibling_difference(sibling: Episode, episode: Episode) -> str | None:
     """Return the difference between two episodes of one group that siblings cannot have, or None."""
     if sibling.final_frame.shape != episode.final_frame.shape:
         return f"images of {episode.final_frame.shape}, its siblings have {sibling.final_frame.shape}"
@@ -250,7 +252,6 @@ def unlike(sibling: Episode, episode: Episode) -> str | None:
 
 
 def _decision_layout(episode: Episode) -> dict[str, tuple[str, tuple[int, ...]]]:
-    # Type and shape of what siblings have alike.
     arrays = {"logprobs": episode.logprobs, **episode.sample}
     arrays |= {n: array for n in ("more_frames", "states") if (array := getattr(episode, n)) is not None}
     return {name: (array.dtype.name, array.shape[1:]) for name, array in arrays.items()}

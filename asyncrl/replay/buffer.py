@@ -15,19 +15,18 @@ from asyncrl.observability import metrics_system as s
 from asyncrl.observability.metrics import Metric, reduce
 from asyncrl.records import Episode
 from asyncrl.replay.admission import is_start_of
+from asyncrl.replay.batch_chooser import BatchChooser
 from asyncrl.replay.events import ActorStarted, LearnerStarted, Refused
 from asyncrl.replay.groups import number_of
 from asyncrl.replay.interface import ENDLESS, Filling, GroupFailure, GroupGrant, Receipt
 from asyncrl.replay.lifecycle import GroupLifecycle
 from asyncrl.replay.limiter import Limiter
-from asyncrl.replay.sampling import BatchChooser
 from asyncrl.replay.state import ReplayState
 from asyncrl.replay.store import EpisodeStore
 
 MAX_FILTERED_BATCHES: Final = 10
 """A run ends when so many times --algorithm.groups-per-update groups were filtered since the last update."""
-REFUSED_GROUPS: Final = 8
-"""An actor is hopeless when so many of its groups were refused since it completed one."""
+REFUSED_GROUPS: Final = 8  # Of an actor since it completed one, after which it is hopeless
 
 
 class Replay:
@@ -76,7 +75,7 @@ class Replay:
         self.maintain()
         if (grant := state.limiter.find_grant(actor, request_number)) is not None:
             return grant
-        if self.lifecycle.disk.groups or state.quarantine.exhausted:
+        if self.lifecycle.disk.groups or state.quarantine.exhausted_reason:
             return None
         event = state.limiter.new_grant(actor, request_number)
         if event is None:
@@ -167,10 +166,10 @@ class Replay:
                 f"{actors[-1].last_refusal}. Actors and learner have other settings, models or code: start "
                 "all with the run's config.json and files."
             )
-        return "" if limiter.open else self.state.quarantine.exhausted
+        return "" if limiter.open else self.state.quarantine.exhausted_reason
 
     @property
-    def nothing_to_learn(self) -> str:
+    def filter_end_reason(self) -> str:
         """Reason why the filter ends the run, which is no failure; empty while there is hope."""
         limiter, filtered = self.state.limiter, self.state.filtered
         ready, needed = len(limiter.ready), limiter.groups_per_update
@@ -216,10 +215,9 @@ class Replay:
         """Give up overdue and old groups; retry those that wait for the disk. Call it often."""
         limiter = self.state.limiter
         self.lifecycle.finish(wait=False)
-        for number, why in limiter.stale().items():
-            if number in self.lifecycle.unwritten:
-                continue
-            self.lifecycle.drop(number, why)
+        for number in limiter.stale():
+            if number not in self.lifecycle.unwritten:
+                self.lifecycle.drop(number, "dropped_lag")
         for number in limiter.overdue():
             self.lifecycle.drop(number, "dropped_deadline")
         self.lifecycle.retry()

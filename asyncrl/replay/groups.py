@@ -19,7 +19,7 @@ from typing import Final, get_args
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import REGISTRY, Metric
 from asyncrl.records import Episode, returns_differ
-from asyncrl.replay.admission import unlike
+from asyncrl.replay.admission import sibling_difference
 from asyncrl.replay.group_file import GroupFile
 from asyncrl.replay.interface import GroupGrant, ReceiptStatus, RefusalCause
 
@@ -51,10 +51,8 @@ class GroupTable:
         self.open: dict[int, OpenGroup] = {}
         self.ready: dict[int, GroupFile] = {}
         self.closed: dict[int, ClosedGroup] = {}
-        self.to_grant_again: set[int] = set()
-        """Closed groups whose numbers are granted again, before any new number."""
-        # Number to grant again -> times that its actor did not complete it.
-        self._given_up: dict[int, int] = {}
+        self.to_grant_again: set[int] = set()  # Closed groups; their numbers go before any new one
+        self._given_up: dict[int, int] = {}  # Number to grant again -> times that it was not completed
         self._filtered_before = 0
         self._forgotten: set[int] | None = set()  # The forgotten closed groups, until `end_recovery`.
 
@@ -162,11 +160,13 @@ class OpenGroup:
         self.members[episode.member] = episode
         self.oldest_version = min(self.oldest_version, episode.oldest_version)
 
-    def mismatch(self, episode: Episode) -> str | None:
+    def problem_with(self, episode: Episode) -> str | None:
         """Return why an episode cannot be added, or None if it can."""
         if episode.member in self.members:
             return f"member {episode.member} came twice, with different ids"
-        return next((problem for x in self.members.values() if (problem := unlike(x, episode))), None)
+        return next(
+            (problem for x in self.members.values() if (problem := sibling_difference(x, episode))), None
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,8 +234,7 @@ class FilterStreak:
 class SuccessWindow:
     """Share of successful episodes among the groups completed at one version of the learner."""
 
-    last: float | None = None
-    """Share at the version before the current one, in [0, 1]; None if no group became complete then."""
+    last: float | None = None  # Share at the version before, in [0, 1]; None if no group became complete
     successes: int = 0
     episodes: int = 0
 

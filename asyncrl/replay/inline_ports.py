@@ -122,7 +122,7 @@ class InProcessLearnerPort:
                 return BatchDescription(request="", numbers=tuple(numbers))
             if not in_flight and self._replay.exhausted_reason:
                 raise ReplayError(self._replay.exhausted_reason)
-            if end := self._replay.nothing_to_learn:
+            if end := self._replay.filter_end_reason:
                 raise NothingToLearn(end)
             if self._imagine is None or time.monotonic() >= deadline:
                 raise SampleTimeout(

@@ -46,8 +46,7 @@ REPORTED: Final = {
         *(m.ACTOR_DECISIONS, m.ACTOR_RESTARTED),
     )
 }
-ENDLESS: Final = 2**31
-"""`GroupFailure.left` where starts are drawn for ever."""
+ENDLESS: Final = 2**31  # `GroupFailure.left` where starts are drawn for ever
 
 
 class RunStopped(AsyncRLError):

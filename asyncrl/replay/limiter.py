@@ -67,9 +67,9 @@ class Limiter(GroupTable):
         self.actors: defaultdict[str, ActorRecord] = defaultdict(ActorRecord)
         self.listening_since = self.clock()  # Silence is counted from here; later after a stall.
 
-    def too_old(self, aged: Episode | OpenGroup | GroupFile, version: int) -> ReceiptStatus | None:
-        """Return `dropped_lag` if a learner at `version` may not use an episode or group, else None."""
-        return "dropped_lag" if version - aged.oldest_version > self.max_lag else None
+    def too_old(self, aged: Episode | OpenGroup | GroupFile, version: int) -> bool:
+        """True if the lag bound forbids a learner at `version` to use an episode or group."""
+        return version - aged.oldest_version > self.max_lag
 
     @property
     def uses_reserved(self) -> int:
@@ -172,13 +172,13 @@ class Limiter(GroupTable):
             return receipt("dropped_invalid", f"group {number} was granted to another actor", "grant")
         # The learner publishes a version before it reports it here; the next update needs a batch first.
         refused = refusal(episode, self.expected(self.version + 1, actor))
-        if refused is None and (problem := group.mismatch(episode)) is not None:
+        if refused is None and (problem := group.problem_with(episode)) is not None:
             refused = Refusal("content", problem)
         if refused is not None:
             return receipt("dropped_invalid", refused.reason, refused.cause)
-        if (too_old := self.too_old(episode, self.version)) is not None:
+        if self.too_old(episode, self.version):
             lag = f"policy version {episode.oldest_version} at {self.version}"
-            return receipt(too_old, f"{lag}, --replay.max-lag is {self.max_lag}")
+            return receipt("dropped_lag", f"{lag}, --replay.max-lag is {self.max_lag}")
         owner = self.actors[group.actor]
         owner.heard_at = owner.progress_at = self.clock()
         group.add(episode)
@@ -199,10 +199,9 @@ class Limiter(GroupTable):
                 found.append(number)
         return found
 
-    def stale(self) -> dict[int, ReceiptStatus]:
-        """Return the ready and open groups with a decision beyond the lag bound, each with its status."""
-        groups = {**self.ready, **self.open}.items()
-        return {n: why for n, group in groups if (why := self.too_old(group, self.version)) is not None}
+    def stale(self) -> list[int]:
+        """List the ready and open groups with a decision beyond the lag bound."""
+        return [n for n, group in {**self.ready, **self.open}.items() if self.too_old(group, self.version)]
 
     @property
     def usable(self) -> dict[int, GroupFile]:
@@ -211,7 +210,7 @@ class Limiter(GroupTable):
             number: group
             for number, group in sorted(self.ready.items())
             if group.newest_version <= self.version
-            and self.too_old(group, self.version) is None
+            and not self.too_old(group, self.version)
             and self.matches_run(group)
         }
 
@@ -239,6 +238,11 @@ class Limiter(GroupTable):
         closed, so batches, start states and shares differ, but nothing is used twice or above the lag bound.
         Nor is it exact for a group that a lost update dropped as too old: newer versions imagine it again.
 
+        Example:
+            Updates use 2 groups; a resume at version 5 after a crash at 7. Groups 0..9, used at versions
+            0..4, stay closed. 10..13, used at 5 and 6, wait again; those that version 6 sampled, and the open
+            14 and 15, are imagined again under their numbers.
+
         Returns:
             Groups to use again; and those to give up, where numbers with `dropped_resume` are granted again.
         """
@@ -248,8 +252,8 @@ class Limiter(GroupTable):
             group = self.ready.get(number, stored.get(number))
             if group is None or group.newest_version > version or not self.matches_run(group):
                 drop[number] = "dropped_resume"
-            elif (too_old := self.too_old(group, version)) is not None:
-                drop[number] = too_old
+            elif self.too_old(group, version):
+                drop[number] = "dropped_lag"
         filtered = {n: closed.version for n, closed in self.closed.items() if closed.filtered is not None}
         drop |= {n: "dropped_resume" for n, newest in filtered.items() if newest > version}
         kept = {n: stored[n].newest_version for n in {*used, *self.ready} - drop.keys()}

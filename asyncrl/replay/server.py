@@ -24,11 +24,11 @@ from asyncrl.messaging.sockets import LINGER_MS, ConnectionGuard, bind_router
 from asyncrl.messaging.wire import WITH_EPISODE, Message, decode
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.process_status import set_activity
+from asyncrl.replay.batch_chooser import BatchChooser
 from asyncrl.replay.buffer import Replay
 from asyncrl.replay.connection import NO_SETTINGS, JoinSettings
 from asyncrl.replay.interface import CAUSES, REPORTED, GroupFailure
 from asyncrl.replay.peers import Peers, PeerSender
-from asyncrl.replay.sampling import BatchChooser
 from asyncrl.replay.state import ReplayState
 from asyncrl.storage.run_owner import NO_RUN, RunIdentity
 
@@ -214,7 +214,7 @@ class ReplayServer:
             return
         elif why := self.replay.exhausted_reason:
             kind, answer = "refused", {"reason": why[:4000]}
-        elif why := self.replay.nothing_to_learn:
+        elif why := self.replay.filter_end_reason:
             kind, answer["reason"] = "nothing_to_learn", why
         else:
             return
@@ -313,7 +313,7 @@ class HandOver:
             return False
         if group is None:
             return False
-        if why := group.damaged or group.unusable:
+        if why := group.damaged or group.problem:
             self._send_lost(rank, self._state.request, number, why)
             return True
         if not all(self._sender.send_frames(rank, frames) for frames in group.messages):

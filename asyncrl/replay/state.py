@@ -150,7 +150,7 @@ class Quarantine:
         return counts | {m.QUARANTINED: float(len(self.names))}
 
     @property
-    def exhausted(self) -> str:
+    def exhausted_reason(self) -> str:
         """Reason why no group can be imagined any more; empty while a start state is left."""
         failed = sum(count >= QUARANTINE_AFTER for count in self._failed_by_policy.values())
         if self._failed_by_policy and failed >= self._left:

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.actors import actor as actor_module
 from asyncrl.actors.actor import Actor
-from asyncrl.actors.backend import EpisodeInProgress, PendingEpisode, Slots, Stage, build_episode
+from asyncrl.actors.backend import EpisodeInProgress, EpisodePlan, Slots, Stage, build_episode
 from asyncrl.actors.imagination import WorldBackend
 from asyncrl.config.sections import ActorSettings, SuccessFrames
 from asyncrl.episode_layout import episode_arrays
@@ -52,7 +52,7 @@ def fill(slots: Slots, version: int) -> list[int]:
 
 
 def members(slots: Slots) -> list[tuple[int, int] | None]:
-    return [(e.pending.grant.number, e.pending.member) if e else None for e in slots.episodes]
+    return [(e.plan.grant.number, e.plan.member) if e else None for e in slots.episodes]
 
 
 def test_slots_are_filled_in_the_order_of_the_grants() -> None:
@@ -72,7 +72,7 @@ def test_a_free_slot_is_refilled_while_the_neighbours_go_on() -> None:
     slots.add_group(grant(0), start(0), 3)
     fill(slots, 0)
     cleared = slots.clear(0)
-    assert (cleared.pending.member, slots.live) == (0, [1])
+    assert (cleared.plan.member, slots.live) == (0, [1])
     assert fill(slots, 0) == [0]
     assert members(slots) == [(0, 2), (0, 1)]
     slots.clear(1)
@@ -109,7 +109,7 @@ def test_episodes_wait_for_the_version_their_grant_asks_for() -> None:
 def episode_with(scores: list[list[float]], *, keep_video: bool = False) -> EpisodeInProgress:
     """An episode whose decision n saw a frame of value 8 n, and whose step i drew one of value i + 1."""
     episode = EpisodeInProgress(
-        pending=PendingEpisode(grant=grant(3, keep_video=keep_video), member=1, start=start(3)),
+        plan=EpisodePlan(grant=grant(3, keep_video=keep_video), member=1, start=start(3)),
         seed=9,
         task=start(3).task,
         frame=start(3).frame,
@@ -155,8 +155,8 @@ LOW, HIGH = [0.1] * 8, [0.2, 0.3, 0.9, 0.5, 0.95, 0.1, 0.1, 0.1]
 def test_an_episode_that_begins_on_the_way_has_the_decisions_that_are_left() -> None:
     one, two = episode_with([LOW]), episode_with([LOW, LOW])
     for episode in (one, two):
-        on_the_way = replace(episode.pending.start, elapsed=1)
-        episode.pending = replace(episode.pending, start=on_the_way)
+        on_the_way = replace(episode.plan.start, elapsed=1)
+        episode.plan = replace(episode.plan, start=on_the_way)
     assert finish(one) is None
     ended = finish(two)
     assert ended is not None
@@ -231,7 +231,7 @@ def imagine(models: WorldBackend, wanted: list[tuple[int, int]]) -> list[dict[st
     """One decision of the given (group, member) pairs, in this order of slots."""
     stage = Stage(indices=range(len(wanted)))
     slots = Slots(len(wanted), run_seed=0)
-    slots.pending.extend(PendingEpisode(grant=grant(g), member=i, start=start(g)) for g, i in wanted)
+    slots.pending.extend(EpisodePlan(grant=grant(g), member=i, start=start(g)) for g, i in wanted)
     models.begin(slots, stage, fill(slots, 0))
     models.launch(slots, stage, slots.live, 7)
     models.collect(slots, stage, 60.0)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from asyncrl.actors import imagination
-from asyncrl.actors.imagination import retry_rows_singly
+from asyncrl.actors.imagination import retry_slots_singly
 from asyncrl.episode_layout import episode_arrays
 from asyncrl.errors import ReplayError
 from asyncrl.observability import metrics_system as m
@@ -145,14 +145,14 @@ def test_what_breaks_the_device_is_not_caught_and_too_little_memory_is() -> None
         raise torch.AcceleratorError("CUDA error: device-side assert triggered")
 
     with pytest.raises(torch.AcceleratorError):
-        retry_rows_singly([1, 2], broken)
+        retry_slots_singly([1, 2], broken)
 
     def large(places: list[int]) -> int:
         if len(places) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return places[0]
 
-    assert retry_rows_singly([1, 2], large) == ([([1], 1), ([2], 2)], [])
+    assert retry_slots_singly([1, 2], large) == ([([1], 1), ([2], 2)], [])
 
 
 def test_a_device_that_is_broken_only_shows_when_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +165,7 @@ def test_a_device_that_is_broken_only_shows_when_it_is_waited_for(monkeypatch: p
     monkeypatch.setattr(imagination.torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(imagination.torch.cuda, "synchronize", synchronize)
     with pytest.raises(torch.AcceleratorError):
-        retry_rows_singly([1, 2], attempt)
+        retry_slots_singly([1, 2], attempt)
 
 
 def test_an_error_is_in_the_log_once_per_start_state_with_its_traceback(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.actors.backend import PendingEpisode, Slots, Stage
+from asyncrl.actors.backend import EpisodePlan, Slots, Stage
 from asyncrl.actors.imagination import WorldBackend
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, ImaginationSettings
@@ -40,7 +40,7 @@ def imagine(models: WorldBackend[Any], environment: Environment, wanted: list[tu
     stage, slots = Stage[Any](indices=range(SLOTS)), Slots(SLOTS, run_seed=0)
     for number, member in wanted:
         grant = GroupGrant(number=number, min_version=0, keep_video=True)
-        slots.pending.append(PendingEpisode(grant=grant, member=member, start=environment.starts[number]))
+        slots.pending.append(EpisodePlan(grant=grant, member=member, start=environment.starts[number]))
     models.begin(slots, stage, slots.fill(0, range(SLOTS)))
     for _ in range(2):
         models.launch(slots, stage, slots.live, 0)

@@ -124,7 +124,7 @@ def finish(
                     slots.clear(index), ending, group_size=8, actor="a", world_version=play.world_version,
                     sampling=SamplingParams(temperature=1.0),
                 )  # fmt: skip
-                found[episode.pending.grant.number, made.member] = made
+                found[episode.plan.grant.number, made.member] = made
     raise AssertionError("the episodes do not end")
 
 

@@ -223,16 +223,16 @@ def test_too_many_filtered_groups_in_a_row_end_the_run(
     for number in range(5):
         granted(replay)
         push(replay, number, outcomes)
-        assert replay.nothing_to_learn == ""
+        assert replay.filter_end_reason == ""
     replay.close()
     replay = open_filter(tmp_path, per_update=2)
     replay.begin("learner", 0)  # The replay was restarted, the learner was not: the count goes on.
     push(replay, min(replay.state.limiter.open), outcomes)
-    assert replay.nothing_to_learn.startswith(
+    assert replay.filter_end_reason.startswith(
         "within each of the last 6 groups all episodes scored the same (6 groups succeeded, 0 failed): there"
     )
     replay.begin("resumed", 0)
-    assert replay.nothing_to_learn == "", "whoever resumes may have changed something"
+    assert replay.filter_end_reason == "", "whoever resumes may have changed something"
 
 
 def test_a_batch_begins_the_count_of_filtered_groups_anew_and_one_that_is_full_is_used(
@@ -245,14 +245,14 @@ def test_a_batch_begins_the_count_of_filtered_groups_anew_and_one_that_is_full_i
     push(replay, numbers[0], (True, False))
     push(replay, numbers[1], (True, True))
     push(replay, numbers[2], (False, False))
-    assert replay.nothing_to_learn.startswith(
+    assert replay.filter_end_reason.startswith(
         "within each of the last 2 groups all episodes scored the same (1 groups succeeded, 1 failed), and "
         "only 1 of the 2 groups of a batch differ"
     )
     push(replay, numbers[3], (True, False))
-    assert replay.nothing_to_learn == ""
+    assert replay.filter_end_reason == ""
     assert read_batch(replay, 2, 0) is not None
-    assert replay.nothing_to_learn == ""
+    assert replay.filter_end_reason == ""
 
 
 def test_in_turns_a_run_with_nothing_to_learn_ends_instead_of_waiting(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_what_the_ranks_hold_together_is_the_batch(
     tmp_path: Path, endpoint: str, read_ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With room for what is read ahead, and without any: then it is read again."""
-    monkeypatch.setattr("asyncrl.replay.sampling.READ_AHEAD_BYTES", read_ahead)
+    monkeypatch.setattr("asyncrl.replay.batch_chooser.READ_AHEAD_BYTES", read_ahead)
     with Served(tmp_path, endpoint, config_of(GROUPS)):
         learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
         ranks = [learner, *(ZmqLearnerPort(endpoint, rank=rank) for rank in (1, 2))]

@@ -16,7 +16,7 @@ from asyncrl.errors import CodecMissing, OutOfFiles, ReplayError
 from asyncrl.messaging.episode_codec import Buffer
 from asyncrl.messaging.wire import encode
 from asyncrl.records import Episode
-from asyncrl.replay.admission import Expected, unusable
+from asyncrl.replay.admission import Expected, problem_for_learner
 from asyncrl.replay.events import Used
 from asyncrl.replay.group_file import GroupFile, read_group
 from asyncrl.replay.lifecycle import AtOnce, GroupLifecycle
@@ -31,7 +31,7 @@ class LoadedGroup:
     """Result of reading a group's file."""
 
     damaged: str = ""
-    unusable: str | None = None  # Why the learner cannot use it; None if it can
+    problem: str | None = None  # Why the learner cannot use it; None if it can
     episodes: list[Episode] = field(default_factory=list)
     """In the order of their members."""
     messages: list[list[Buffer]] = field(default_factory=list)
@@ -103,10 +103,10 @@ class BatchChooser:
             return None
         if group.damaged:
             self._lifecycle.drop(number, "dropped_invalid")
-        elif group.unusable is not None:
+        elif group.problem is not None:
             self.sent(number)
-            self._lifecycle.set_aside(number, group.unusable)
-        return not group.damaged and group.unusable is None
+            self._lifecycle.set_aside(number, group.problem)
+        return not group.damaged and group.problem is None
 
     def load(self, number: int) -> LoadedGroup | None:
         """Return a stored group, or start to read it; None while it is being read."""
@@ -162,8 +162,8 @@ def _load(group_file: GroupFile, expected: Expected, without: Sequence[str]) -> 
         return LoadedGroup(damaged=str(error))
     if without:
         episodes = [replace(episode, video=episode.frames[:0]) for episode in episodes]
-    if (why := unusable(episodes, f"{group_file.number:08d}", expected)) is not None:
-        return LoadedGroup(unusable=why)
+    if (why := problem_for_learner(episodes, f"{group_file.number:08d}", expected)) is not None:
+        return LoadedGroup(problem=why)
     about = {"number": group_file.number, "size": len(episodes)}
     messages = [encode("batch", episode, **about) for episode in episodes]
     return LoadedGroup(episodes=episodes, messages=messages)
