@@ -108,7 +108,6 @@ def _sorted_members(group: Sequence[Episode]) -> list[Episode]:
 
 
 def _check_versions(episodes: Sequence[Episode], version: int) -> None:
-    """The replay has refused those of other settings."""
     newest = max(int(episode.policy_versions.max()) for episode in episodes)
     if newest > version:
         raise ReplayError(
