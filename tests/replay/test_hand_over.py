@@ -20,7 +20,7 @@ from asyncrl.config.sections import ReplaySettings
 from asyncrl.errors import ReplayError, SampleTimeout
 from asyncrl.observability import metrics_system as m
 from asyncrl.records import Episode
-from asyncrl.replay import sampling
+from asyncrl.replay import batch_chooser
 from asyncrl.replay.client import FETCH_WINDOW as WINDOW
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.group_file import read_group
@@ -141,14 +141,14 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.came = threading.Event(), threading.Semaphore(0)
-        read = sampling.read_group
+        read = batch_chooser.read_group
 
         def held_up(path: Path, **about: Any) -> list[Episode]:
             self.came.release()
             assert self.open.wait(30)
             return read(path, **about)
 
-        monkeypatch.setattr(sampling, "read_group", held_up)
+        monkeypatch.setattr(batch_chooser, "read_group", held_up)
 
 
 def test_ingest_goes_on_while_a_batch_is_read(monkeypatch: pytest.MonkeyPatch, served: Ports) -> None:
