@@ -24,8 +24,7 @@ from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.state import ReplayState
 from asyncrl.replay.store import EpisodeStore
 
-MAX_FILTERED_BATCHES: Final = 10
-"""A run ends when so many times --algorithm.groups-per-update groups were filtered since the last update."""
+MAX_FILTERED_BATCHES: Final = 10  # Times groups per update, filtered since the last one, that end the run
 REFUSED_GROUPS: Final = 8  # Of an actor since it completed one, after which it is hopeless
 
 

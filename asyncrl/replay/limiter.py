@@ -26,8 +26,7 @@ from asyncrl.replay.interface import (
     RefusalCause,
 )
 
-HEARTBEAT_TIMEOUT: Final = 30.0
-"""Seconds without a sign of life (one a second is sent) after which an actor's open groups are given up."""
+HEARTBEAT_TIMEOUT: Final = 30.0  # Seconds of silence of an actor until its groups are given up
 
 
 @dataclass(kw_only=True)
