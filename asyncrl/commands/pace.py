@@ -34,8 +34,7 @@ from asyncrl.storage.atomic import read_json, write_text
 from asyncrl.storage.run_owner import acquire
 
 RECORDED: Final = 50_000  # First simulator seed of the recordings
-AUDITED: Final = 1_000
-"""Number of the evaluation whose starts audits use: `asyncrl evaluate` begins at 0."""
+AUDITED: Final = 1_000  # Number of the evaluation whose starts audits use: `asyncrl evaluate` begins at 0
 SETTINGS: Final = "pace.json"
 OWN: Final = ("--run-dir", "--updates", "--resume")  # Flags of `asyncrl train` that the command sets
 

@@ -15,13 +15,10 @@ from asyncrl.registry import BUILT_IN, check_name, names_code
 Level = Literal["token", "action", "decision"]
 """Unit of a probability ratio: a token, an action (the tokens of a step), a decision (all its actions)."""
 CorrectionLevel = Literal["token", "action", "decision", "episode"]
-TrustRegion = float | Literal["auto"]
-"""See `CorrectionSettings.trust_region`."""
-TRUST_REGIONS: Final = (0.2, 0.02)
-"""Values of `auto`: with a lag of at most `SMALL_LAG`, and beyond."""
+TrustRegion = float | Literal["auto"]  # See `CorrectionSettings.trust_region`
+TRUST_REGIONS: Final = (0.2, 0.02)  # Values of `auto`: with a lag of at most `SMALL_LAG`, and beyond
 SMALL_LAG: Final = 2
-LEVELS = ("token", "action", "decision", "episode")
-"""From fine to coarse."""
+LEVELS = ("token", "action", "decision", "episode")  # From fine to coarse
 
 
 @dataclass(frozen=True, kw_only=True)

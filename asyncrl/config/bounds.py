@@ -17,14 +17,11 @@ from typing import Any, ClassVar, Final
 
 from asyncrl.errors import ConfigError
 
-MOST: Final = 10**9
-"""Default bound of a number's absolute value."""
-SECONDS: Final = 10**6
-"""Longest time: eleven days. Timers of the system count milliseconds in 32 bits."""
+MOST: Final = 10**9  # Default bound of a number's absolute value
+SECONDS: Final = 10**6  # Longest time: eleven days. Timers of the system count milliseconds in 32 bits
 THREADS: Final = 1024
 PIXELS: Final = 4096
-SEEDS: Final = 2**63 - 1
-"""Largest seed: generators take 64 bits."""
+SEEDS: Final = 2**63 - 1  # Largest seed: generators take 64 bits
 
 
 @dataclass(frozen=True)

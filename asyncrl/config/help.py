@@ -25,11 +25,9 @@ from asyncrl.config.bounds import Bounded
 
 SHORT: Final = ("-h", "--help")
 ALL: Final = "--help-all"
-COLUMN: Final = 34
-"""Column of the description; a longer flag is followed by a blank."""
+COLUMN: Final = 34  # Column of the description; a longer flag is followed by a blank
 WIDTH: Final = 80
-LONGEST_CHOICE: Final = 14
-"""Columns of words to choose from; longer ones are a NAME."""
+LONGEST_CHOICE: Final = 14  # Columns of words to choose from; longer ones are a NAME
 DRY_RUN: Final = "--dry-run"
 _NAMES: Final = {bool: "", int: "N", float: "X", str: "TEXT", Path: "PATH"}
 """Type -> name of a value in a row."""

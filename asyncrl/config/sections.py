@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 from asyncrl.config.bounds import SECONDS, THREADS, AtLeast, Bounded, Positive, Within
 from asyncrl.errors import ConfigError
 
-SuccessFrames = int | Literal["last"]
-"""See `ActorSettings.success_frames`."""
+SuccessFrames = int | Literal["last"]  # See `ActorSettings.success_frames`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +79,7 @@ class ReplaySettings(Bounded, section="replay."):
             )
 
 
-Precision = Literal["stored", "bf16", "float8"]
-"""See `ImaginationSettings.precision`."""
+Precision = Literal["stored", "bf16", "float8"]  # See `ImaginationSettings.precision`
 
 
 @dataclass(frozen=True, kw_only=True)

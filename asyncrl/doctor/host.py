@@ -26,10 +26,8 @@ GIB: Final = 2**30
 LOW_MEMORY: Final = 4 * GIB
 SHARED: Final = Path("/dev/shm")  # noqa: S108
 BULK: Final = 64 * 10**6  # bytes written to measure the speed
-SYNCS_PER_GROUP: Final = 4
-"""The group's file, its folder, and the ledger's lines of its grant and its use."""
-SLOW: Final = 10.0
-"""Seconds to store the groups of one update, above which the learner waits for the disk."""
+SYNCS_PER_GROUP: Final = 4  # The group's file, its folder, and the ledger's lines of its grant and its use
+SLOW: Final = 10.0  # Seconds to store the groups of one update, above which the learner waits for the disk
 NETWORK: Final = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs"}
 )

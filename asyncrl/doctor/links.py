@@ -27,15 +27,13 @@ from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.launch.children import redirect_output
 from asyncrl.observability.signals import die_with_parent, starting_child
 
-DEADLINE: Final = 60.0
-"""Seconds; a pair that might not end within them is not begun."""
+DEADLINE: Final = 60.0  # Seconds; a pair that might not end within them is not begun
 START_DEADLINE: Final = 60.0  # seconds to import torch and reach the device
 PAIR_DEADLINE: Final = 15.0
 KILL_DEADLINE: Final = 2.0
 GPU_BYTES, GPU_TIMES = 64 << 20, 8
 CPU_BYTES, CPU_TIMES = 8 << 20, 1
-ROUNDS: Final = 3
-"""Measured sends of each way, after one that sets connections up."""
+ROUNDS: Final = 3  # Measured sends of each way, after one that sets connections up
 ADVICE: Final = {
     "gloo": "Look for a firewall on loopback, or for what else keeps this host busy.",
     "nccl": "See why with: NCCL_DEBUG=INFO asyncrl doctor (NCCL's words go to stderr). Often an NVLink or "

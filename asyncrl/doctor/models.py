@@ -30,10 +30,8 @@ from asyncrl.storage import checkpoint, run_folder
 from asyncrl.storage.assets import simulator_named
 
 MIB: Final = 2**20
-MOST_ON_CPU: Final = GIB
-"""Bytes of models up to which decisions take seconds without a GPU."""
-ROOM: Final = 1.3
-"""Free bytes per byte of weights, so that decisions of a few slots fit too."""
+MOST_ON_CPU: Final = GIB  # Bytes of models up to which decisions take seconds without a GPU
+ROOM: Final = 1.3  # Free bytes per byte of weights, so that decisions of a few slots fit too
 
 
 def check_models(examination: Examination) -> Finding:

@@ -13,8 +13,7 @@ from asyncrl.errors import ConfigError
 Size = Literal["tiny", "small"]
 Kind = Literal["wan", "opensora", "evac"]
 CONTEXT_SIGMA: Final = 0.1
-NONE: Final = "none"
-"""As a key: not read, although the data set has it."""
+NONE: Final = "none"  # As a key: not read, although the data set has it
 _MOST_EXAMPLES: Final = 65_536
 Steps = Annotated[int, AtLeast(1, "it counts steps.", "Leave it out for the default.")]
 Examples = Annotated[

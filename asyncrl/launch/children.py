@@ -37,10 +37,8 @@ from asyncrl.storage.untrusted import open_regular
 REPLAY: Final = "replay"  # the child that keeps the episodes
 POLL_INTERVAL: Final = 0.05
 MAX_BACK_OFF: Final = 30.0
-HEALTHY_SECONDS: Final = 600.0
-"""Life of a child after which earlier deaths are forgotten."""
-QUICK_SECONDS: Final = 10.0
-"""Life of a child below which the next pause is twice as long."""
+HEALTHY_SECONDS: Final = 600.0  # Life of a child after which earlier deaths are forgotten
+QUICK_SECONDS: Final = 10.0  # Life of a child below which the next pause is twice as long
 KILL_DEADLINE: Final = 5.0
 
 _BLOCK = r"Traceback \(most recent call last\):\n(?:[ \t].*\n)+\S.*(?:\n[ \t]+\S.*)*"

@@ -32,12 +32,10 @@ if TYPE_CHECKING:
 
 ENDS: Final = 5
 """Updates at each end of the run whose success is averaged; fewer where the ends would overlap."""
-WIDTH: Final = 80
-"""Columns at which lines of several parts are broken."""
+WIDTH: Final = 80  # Columns at which lines of several parts are broken
 SKIPPED: Final = 2  # first updates of a start, which compile and fill the pipeline
 LEAST: Final = 3  # updates that `balance` needs
-NOTICEABLE: Final = 1.05
-"""Speed-up from which another placement is worth a sentence."""
+NOTICEABLE: Final = 1.05  # Speed-up from which another placement is worth a sentence
 
 
 def banner(config: TrainConfig, run_dir: Path, processes: str, device: str, world: str = "") -> str:

@@ -28,12 +28,9 @@ from asyncrl.replay import limiter
 from asyncrl.storage.atomic import read_small, write_private, write_text
 from asyncrl.storage.run_owner import LEAVE_DEADLINE, RunIdentity
 
-SOCKETS = "sockets"
-"""File of the run folder that names the private folder of its sockets."""
-KEYS = "keys"
-"""Folder of the run's own keys, where it listens on the network without --replay.keys."""
-JOINED = "joined"
-"""Name of the key in it for actors that join."""
+SOCKETS = "sockets"  # File of the run folder that names the private folder of its sockets
+KEYS = "keys"  # Folder of the run's own keys, where it listens on the network without --replay.keys
+JOINED = "joined"  # Name of the key in it for actors that join
 
 if TYPE_CHECKING:
     from asyncrl.weights.weight_server import ServerSettings

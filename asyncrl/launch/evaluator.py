@@ -47,14 +47,11 @@ from asyncrl.storage.untrusted import make_folder, read_bytes, read_json_lines
 
 ROLE: Final = "evaluator"
 ROWS: Final = 8  # of a pass of the policy
-LOOK_EVERY: Final = 0.5
-"""Seconds between two looks, for a checkpoint and for a result."""
+LOOK_EVERY: Final = 0.5  # Seconds between two looks, for a checkpoint and for a result
 RESPAWNS: Final = 2  # in a row
-NICENESS: Final = 19
-"""Niceness of the evaluator and its simulators on a CPU: training goes first."""
+NICENESS: Final = 19  # Niceness of the evaluator and its simulators on a CPU: training goes first
 _SHOWN: Final = (SHEET, ".gif")  # by TensorBoard
-MOVIES: Final = 6
-"""Episodes per version drawn into RUN/videos: true and imagined frames of the same actions."""
+MOVIES: Final = 6  # Episodes per version drawn into RUN/videos: true and imagined frames of the same actions
 _NAME_ONE: Final = (
     "Name one: --evaluation.simulator NAME, or package.module:make; or leave --evaluate-every out."
 )

@@ -52,8 +52,7 @@ LOOK_FROM_AFAR: Final = 1.0  # seconds between two looks, on another host, wheth
 FIRST_HOST_LOST: Final = 60.0
 """Seconds without an answer of torchrun's store after which the first host counts as gone."""
 ANSWER_DEADLINE: Final = 2.0  # seconds for the last answer of torchrun's store
-FOLDER_DEADLINE: Final = 60.0
-"""Seconds that a network file system has to show the run's folder."""
+FOLDER_DEADLINE: Final = 60.0  # Seconds that a network file system has to show the run's folder
 NOTE: Final = "weights"
 """File in the host's folder of the run with the relay's endpoint and the mark of the start."""
 POLL_INTERVAL: Final = 0.5

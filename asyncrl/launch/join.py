@@ -31,10 +31,8 @@ if TYPE_CHECKING:
     from asyncrl.replay.connection import JoinSettings
     from asyncrl.weights.receiver import WeightReceiver
 
-ANSWER_DEADLINE: Final = 30.0
-"""Seconds the replay has to tell the run's settings."""
-SHUTDOWN_TIMEOUT_EPISODES: Final = 5.0
-"""Seconds the replay has to take the last finished episodes."""
+ANSWER_DEADLINE: Final = 30.0  # Seconds the replay has to tell the run's settings
+SHUTDOWN_TIMEOUT_EPISODES: Final = 5.0  # Seconds the replay has to take the last finished episodes
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _RESERVED: Final = re.compile(r"actor-\d+|learner|replay|inline")
 

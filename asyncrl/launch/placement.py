@@ -17,8 +17,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.job import Hosts
 
-RELAYED = "shared_memory"
-"""The carrier from a relay to the actors of its host."""
+RELAYED = "shared_memory"  # The carrier from a relay to the actors of its host
 ROLES = ("learner", "actor", "policy", "world")
 WORDS = ("auto", "collocated", "disaggregated", "hybrid")
 """Placements that fit any number of ranks; see `_by_word`."""

@@ -62,8 +62,7 @@ if TYPE_CHECKING:
     from asyncrl.observability.logger import MetricsLogger
     from asyncrl.weights.publisher import BroadcastPublisher
 
-SHUTDOWN_TIMEOUT_CHILDREN: Final = 4.0
-"""Seconds the children have to end by themselves once the run is over."""
+SHUTDOWN_TIMEOUT_CHILDREN: Final = 4.0  # Seconds the children have to end by themselves once the run is over
 
 
 def run(config: TrainConfig) -> int:

@@ -18,8 +18,7 @@ from typing import Any, Final, NoReturn
 
 WAIT: Final = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """Environment variable of torchrun, from torch 2.12: seconds that ranks have after a signal."""
-WAIT_SECONDS: Final = 3600
-"""By default: more than the ranks' own deadlines. A second signal ends them."""
+WAIT_SECONDS: Final = 3600  # By default: more than the ranks' own deadlines. A second signal ends them
 IMPATIENT_SECONDS: Final = 1  # after a second signal
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 PACKAGE = Path(__file__).resolve().parents[1]

@@ -210,8 +210,7 @@ def admitting(context: zmq.Context[zmq.Socket[bytes]], security: ServerKeys | No
         authenticator.stop()
 
 
-_BROKEN_OFF: Final = 5
-"""Handshakes in a row, broken off without a reason, that count as a refusal."""
+_BROKEN_OFF: Final = 5  # Handshakes in a row, broken off without a reason, that count as a refusal
 _MECHANISM_MISMATCH: Final = 0x11000002
 _ONE_SIDED: Final = "one side uses keys and the other does not. Set --replay.keys on both"
 # To a client with keys, a server without keys and one with another key are the same if the server hangs up

@@ -28,12 +28,9 @@ IDENTITY: Final = "identity"
 """File with the run's secret in a private folder, for actors of this host that join."""
 LINGER_MS: Final = 1000
 HANDSHAKE_MS: Final = 10_000
-BULK_HWM: Final = 4
-"""Messages queued in the direction of episodes. ZeroMQ counts messages, not bytes."""
-CONTROL_HWM: Final = 1024
-"""Messages queued in the direction of small messages and of a learner's batch."""
-SHARE_OF_FILES: Final = 0.5
-"""Share of the process's descriptors for connections of one listening socket."""
+BULK_HWM: Final = 4  # Messages queued in the direction of episodes. ZeroMQ counts messages, not bytes
+CONTROL_HWM: Final = 1024  # Messages queued in the direction of small messages and of a learner's batch
+SHARE_OF_FILES: Final = 0.5  # Share of the process's descriptors for connections of one listening socket
 _NAMED: Final = 100
 _log = logging.getLogger(__name__)
 

@@ -48,8 +48,7 @@ LAG_RANGES: Final = (
 
 Readings = Mapping[Metric, float]
 
-REGISTRY: dict[str, Metric] = {}
-"""Name -> metric, of all imported modules."""
+REGISTRY: dict[str, Metric] = {}  # Name -> metric, of all imported modules
 
 FOLD: Final[Mapping[str, Callable[[list[float]], float]]] = {
     "mean": lambda values: math.fsum(values) / len(values),

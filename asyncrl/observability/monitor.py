@@ -28,8 +28,7 @@ from asyncrl.observability.waits import GRACE
 
 REQUEST_SECONDS: Final = 5.0  # longest silence of a client
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-Reply = tuple[int, str, bytes]
-"""Status, type and content of an answer."""
+Reply = tuple[int, str, bytes]  # Status, type and content of an answer
 _log = logging.getLogger(__name__)
 
 

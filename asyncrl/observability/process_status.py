@@ -31,8 +31,7 @@ _HEAD: Final = struct.Struct("<8sQQ")  # magic, process id, its start
 _ROW: Final = struct.Struct("<d d 24s 88s")
 """Since (0: an unused or changing row), allowed seconds (0: any), thread, activity."""
 _ROWS: Final = 16
-TOTALS: Final = 40
-"""Total numbers of a process: of `waits.WAITS` from 0 on, of `waits.COUNTS` from the end."""
+TOTALS: Final = 40  # Total numbers of a process: of `waits.WAITS` from 0 on, of `waits.COUNTS` from the end
 _TOTALS: Final = struct.Struct(f"<{TOTALS}d")
 _COUNTED_FROM: Final = _HEAD.size + _ROWS * _ROW.size
 _SIZE: Final = _COUNTED_FROM + _TOTALS.size

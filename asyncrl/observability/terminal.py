@@ -27,17 +27,14 @@ from asyncrl.observability.metrics import Metric, Readings
 
 STALLED_SECONDS: Final = 5.0
 """Longest wait of a line for a console that takes nothing; later lines do not wait until it takes one."""
-_AT_ONCE: Final = select.PIPE_BUF
-"""Bytes that a writable pipe takes without blocking."""
+_AT_ONCE: Final = select.PIPE_BUF  # Bytes that a writable pipe takes without blocking
 LINE_SECONDS: Final = 30.0
 LINE_COLUMNS: Final = 80
 _GONE: Final = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)
 _CLEARED: Final = "\r\033[K"  # moves to the line's beginning and clears it
 
-_status = ""
-"""Line shown below all others, on a terminal."""
-_lock = threading.RLock()
-"""Guards all writing: standard output and standard error may be one terminal."""
+_status = ""  # Line shown below all others, on a terminal
+_lock = threading.RLock()  # Guards all writing: standard output and standard error may be one terminal
 
 
 def duration(seconds: float) -> str:

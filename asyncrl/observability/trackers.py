@@ -33,8 +33,7 @@ PACKAGES: Final = {
 }
 """Tracker of accelerate, and its package -> name for pip."""
 CLOSE_SECONDS: Final = 20.0  # for all trackers, after the run
-END_SECONDS: Final = 60
-"""Longest life of a tracker's process after the run, enforced by the kernel's alarm."""
+END_SECONDS: Final = 60  # Longest life of a tracker's process after the run, enforced by the kernel's alarm
 POLL: Final = 0.5
 LONGEST_VALUE: Final = 250  # characters of a setting in older MLflow
 PROJECT: Final = "asyncrl"  # group of the runs in trackers

@@ -109,8 +109,7 @@ def read_outcomes(folder: Path, warn: Callable[[str], None]) -> GroupOutcomes:
     return outcomes
 
 
-LIGHT: Final = ("rewards", "policy_versions")
-"""The arrays that the tables need; images are left on disk."""
+LIGHT: Final = ("rewards", "policy_versions")  # The arrays that the tables need; images are left on disk
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,7 @@ from asyncrl.replay_tools.lerobot_writer import write_lerobot
 from asyncrl.replay_tools.samples import STEPS_PER_SECOND, Rate, Samples, camera_name, samples_of
 from asyncrl.storage.atomic import replacing, unfinished
 
-GYM = 2
-"""The number of robomimic's EnvType.GYM_TYPE; the environment itself cannot be made from the file."""
+GYM = 2  # The number of robomimic's EnvType.GYM_TYPE; the environment itself cannot be made from the file
 
 
 def write_robomimic(out: Path, episodes: Iterable[tuple[StoredEpisode, Samples]], rate: Rate) -> int:

@@ -57,11 +57,9 @@ def picture_statistics(counts: NDArray[np.int64], pictures: int) -> dict[str, An
 
 IMAGE: Final = "observation.images.agentview"
 STATE: Final = "observation.state"
-CHUNK: Final = "decision.actions"
-"""All actions of a decision, step by step, where a sample is a decision."""
+CHUNK: Final = "decision.actions"  # All actions of a decision, step by step, where a sample is a decision
 _ACTION: Final = ["dx", "dy", "dz", "droll", "dpitch", "dyaw", "gripper"]
-Arrays = dict[str, NDArray[Any]]
-"""Columns by name, ``[T, ...]``."""
+Arrays = dict[str, NDArray[Any]]  # Columns by name, ``[T, ...]``
 
 
 def pictures_of(samples: Samples) -> Arrays:

@@ -198,11 +198,9 @@ def _frame(episode: Episode, steps: int, picture: Image.Image) -> Image.Image:
     return media.captioned(picture, lines, edge=media.GREEN if fulfilled else media.INK)
 
 
-CLOSE_FRAMES: Final = 2
-"""Grey levels by which frames may differ and be called close: what rounding explains."""
+CLOSE_FRAMES: Final = 2  # Grey levels by which frames may differ and be called close: what rounding explains
 CLOSE_SCORES: Final = 0.01
-CLOSE_LOGPROBS: Final = 0.05
-"""Nats; `evaluate` and `act` agree so far in bfloat16."""
+CLOSE_LOGPROBS: Final = 0.05  # Nats; `evaluate` and `act` agree so far in bfloat16
 Verdict = Literal["equal", "close", "differs"]
 
 

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from asyncrl.records import Episode
 
 Rate = Literal["step", "decision"]
-STEPS_PER_SECOND: Final = 20
-"""A step is 0.05 s of the environment's time."""
+STEPS_PER_SECOND: Final = 20  # A step is 0.05 s of the environment's time
 
 
 @dataclass(frozen=True, kw_only=True)

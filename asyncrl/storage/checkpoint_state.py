@@ -58,8 +58,7 @@ class Ranks:
         self.all(action if self.rank == 0 else lambda: None)
 
 
-FILE_BYTES: Final = 2 * 2**30
-"""Approximate size of a file, which is assembled in memory before it is written."""
+FILE_BYTES: Final = 2 * 2**30  # Approximate size of a file, which is assembled in memory before it is written
 Parameters = Mapping[str, nn.Parameter]
 _UNREADABLE: Final = (
     *(CheckpointError, SafetensorError, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError),

@@ -93,8 +93,7 @@ def in_columns(columns: Sequence[Sequence[Image.Image]], heads: Sequence[str]) -
 
 GREEN: Final = (60, 190, 90)
 RED: Final = (200, 70, 60)
-_PALETTE_FRAMES: Final = 16
-"""Frames of a movie that its palette is computed from."""
+_PALETTE_FRAMES: Final = 16  # Frames of a movie that its palette is computed from
 
 
 def can_write_mp4() -> bool:

@@ -169,8 +169,7 @@ def _to_resume(config: TrainConfig) -> Path:
 
 # --- state of a run ---
 
-TAIL_BYTES: Final = 4 * 2**20
-"""Bytes read of the end of a metrics.jsonl: hundreds of updates."""
+TAIL_BYTES: Final = 4 * 2**20  # Bytes read of the end of a metrics.jsonl: hundreds of updates
 _MEASURED: Final = f'"{m.EVAL_SUCCESS.name}"'.encode()
 
 
@@ -286,11 +285,9 @@ def _number(value: object) -> float | None:
 
 # --- checkpoints that an evaluator holds ---
 
-BEST: Final = "best"
-"""The version that succeeded most often, of two equal ones the later."""
+BEST: Final = "best"  # The version that succeeded most often, of two equal ones the later
 HELD: Final = "evaluating"
-BEFORE: Final = "best.replaced.tmp"
-"""The former `BEST` while `atomic.publish` replaces it."""
+BEFORE: Final = "best.replaced.tmp"  # The former `BEST` while `atomic.publish` replaces it
 LEFT_BY_EVALUATOR: Final = (HELD, BEFORE)
 """Names in the checkpoints' folder that a killed evaluator may leave."""
 

@@ -30,11 +30,9 @@ from asyncrl.storage.untrusted import check_types, open_regular, parse_json, tak
 
 LOCK: Final = "lock"
 IDENTITY: Final = "identity.json"
-LEAVE_DEADLINE: Final = 20.0
-"""Seconds that the processes of a dead rank 0 have to end."""
+LEAVE_DEADLINE: Final = 20.0  # Seconds that the processes of a dead rank 0 have to end
 _POLL: Final = 0.1
-_MOMENT: Final = 2.0
-"""Longest time in seconds for which `owner` or a starting run holds the lock."""
+_MOMENT: Final = 2.0  # Longest time in seconds for which `owner` or a starting run holds the lock
 _SECRET_BYTES: Final = 32
 _DELETE: Final = "Delete it: the run gets a new one at its next start, and actors elsewhere join again."
 

@@ -46,8 +46,7 @@ TYPES: Final = {
 }
 """Name of a type in safetensors -> dtype."""
 READERS: Final = 4
-SHARD_BYTES: Final = 5_000_000_000
-"""Largest weight file that is written, unless a single tensor is larger."""
+SHARD_BYTES: Final = 5_000_000_000  # Largest weight file that is written, unless a single tensor is larger
 _NAMES: Final = {dtype: name for name, dtype in TYPES.items()}
 _HEADER_BYTES: Final = 100_000_000
 _log = logging.getLogger(__name__)

@@ -130,8 +130,7 @@ CANVAS: Final = 50 / 255  # grey, in 0..1
 RADIUS: Final = 50.0  # Of the disc, in pixels of a map of 256; in proportion in others.
 LINE_WIDTH: Final = 8.0  # of the segments, in the same pixels
 AXIS: Final = 0.1  # length of the hand's axes in metres
-REACH: Final = 0.23
-"""From the pose's origin to the hand, along its z axis, in metres: of the published poses."""
+REACH: Final = 0.23  # From the pose's origin to the hand, along its z axis, in metres: of the published poses
 _MAP_SIZE: Final = 256
 _UNIT: Final = 1e-2  # tolerance of a quaternion's length
 _NEAREST: Final = 1e-3  # smallest depth in metres that is drawn
