@@ -29,7 +29,7 @@ CEILINGS = {
     "replay_tools": (1469, 8),
     "rewards": (563, 4),
     "simulators": (4020, 21),
-    "storage": (2369, 10),
+    "storage": (2375, 10),
     "weights": (2158, 11),
     "worlds": (5504, 24),
 }

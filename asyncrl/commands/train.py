@@ -73,7 +73,7 @@ def _refusals(config: TrainConfig) -> list[Callable[[], object]]:
         partial(build_recipe, config.algorithm, config.correction, config.critic),
         *([] if config.inline else [placed]),
         partial(_check_folder, config),
-        *([partial(check_resumed, config)] if config.resume else []),
+        partial(check_resumed, config),
         partial(console.check_sinks, config),
         partial(named_policy, config.policy, config.policy_settings),
         partial(check_environment, config),
@@ -84,7 +84,6 @@ def _refusals(config: TrainConfig) -> list[Callable[[], object]]:
 def _check_folder(config: TrainConfig) -> None:
     from asyncrl.doctor.host import existing_parent
 
-    run_folder.check_free(config)
     folder = run_folder.locate(config)
     if not os.access(above := existing_parent(folder), os.W_OK | os.X_OK):
         raise ConfigError(f"--run-dir {folder} cannot be made: {above} is read-only. Choose another folder.")

@@ -126,12 +126,11 @@ def start_run(models: LoadedModels, again: Path | None = None) -> LearnerStart:
         config, again = replace(config, run_dir=str(again), resume=True), None
     elif again is not None:
         config = replace(config, resume=False)
-    if config.resume:
-        check_resumed(config)
+    check_resumed(config)
     run = run_folder.claim(config, again)
     folder = checkpoint.latest(run.path) if config.resume else None
     if folder is not None:
-        require_ledger(run.path / run_folder.REPLAY / LEDGER, checkpoint.verify(folder))
+        checkpoint.verify(folder)
     return LearnerStart(
         policy=policy,
         run_dir=run.path,
@@ -144,10 +143,16 @@ def start_run(models: LoadedModels, again: Path | None = None) -> LearnerStart:
 
 
 def check_resumed(config: TrainConfig) -> None:
-    """Check that the folder of a resumed run and its replay can be read."""
+    """Check, before models are loaded, that a run to resume is not alive and its small files can be read."""
+    if not config.resume:
+        return
+    run_folder.check_free(config)
     check_folder(folder := run_folder.locate(config))
-    if (folder / run_folder.REPLAY / "replay.json").exists():
-        read_meta(folder / run_folder.REPLAY)
+    replay, newest = folder / run_folder.REPLAY, checkpoint.latest(folder)
+    if (replay / "replay.json").exists():
+        read_meta(replay)
+    if newest is not None:
+        require_ledger(replay / LEDGER, checkpoint.recorded_ledger(newest))
 
 
 def learner_offload(config: TrainConfig, update: Update) -> OffloadedTensors:

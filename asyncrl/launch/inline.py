@@ -9,7 +9,14 @@ from asyncrl.actors.actor import Actor
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch import console
-from asyncrl.launch.build import build_learner, learner_group, load_models, start_run, use_device
+from asyncrl.launch.build import (
+    build_learner,
+    check_resumed,
+    learner_group,
+    load_models,
+    start_run,
+    use_device,
+)
 from asyncrl.launch.environment import build_actor, open_backend
 from asyncrl.launch.job import Job, read_job
 from asyncrl.launch.named_models import build_policy
@@ -29,7 +36,7 @@ def run(asked: TrainConfig) -> int:
         raise ConfigError(f"--inline is one process, but torchrun started {ranks}. Leave --inline out.")
     raise_limit()
     with steady_console(), StopFlag().listening() as stop:
-        run_folder.check_free(asked)
+        check_resumed(asked)
         console.check_sinks(asked)
         device = use_device(asked)
         models = load_models(asked, device)

@@ -124,11 +124,11 @@ class _Run(NamedTuple):
 
 def _prepare(asked: TrainConfig, job: Job, hosts: Hosts) -> _Run:
     from asyncrl.launch import console
-    from asyncrl.launch.build import load_models, start_run, use_device
+    from asyncrl.launch.build import check_resumed, load_models, start_run, use_device
 
     placement = checked_placement(asked, hosts.size)
-    if (again := run_of_earlier_start(job)) is None and hosts.several:  # Of one host: `_check_hosts` did.
-        run_folder.check_free(asked)
+    if (again := run_of_earlier_start(job)) is None:
+        check_resumed(asked)
     console.check_sinks(asked)
     device = use_device(asked, job.local_rank)
     transport = transport_of(asked, placement, hosts.ranks(0))

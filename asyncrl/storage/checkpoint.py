@@ -200,12 +200,17 @@ def load(
     return progress
 
 
-def verify(folder: Path, *, policy_only: bool = False) -> Checksum | None:
-    """Check that all files of a checkpoint, or the policy's, are unchanged; returns the ledger's checksum."""
+def recorded_ledger(folder: Path) -> Checksum | None:
+    """Check a checkpoint's state.json and the sizes of its files; return the checksum of the ledger."""
+    state = _read_state(folder)
+    return Checksum(**state[LEDGER]) if state.get(LEDGER) else None
+
+
+def verify(folder: Path, *, policy_only: bool = False) -> None:
+    """Check that all files of a checkpoint, or the policy's, are unchanged."""
     state = _read_state(folder)
     trained = (f"{STATE}/", "random-") if policy_only else ()
     _check_content(folder, state, {name for name in state["files"] if not name.startswith(trained)})
-    return Checksum(**state[LEDGER]) if state.get(LEDGER) else None
 
 
 def _write_state(part: Path, counters: dict[str, Any], ledger: Checksum | None) -> None:

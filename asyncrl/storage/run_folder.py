@@ -77,9 +77,11 @@ def claim(config: TrainConfig, again: Path | None = None) -> ClaimedRun:
 
 
 def check_free(config: TrainConfig) -> None:
-    """Check before models are loaded that the run to resume is not alive."""
-    if config.resume and (owner := run_owner.owner(folder := locate(config))) is not None:
-        raise run_owner.in_use(folder, owner)
+    """Check that the run to resume is not alive, and that its lock and identity can be read."""
+    if config.resume:
+        if (owner := run_owner.owner(folder := locate(config))) is not None:
+            raise run_owner.in_use(folder, owner)
+        run_owner.check_files(folder)
 
 
 def check_folder(run_dir: Path) -> None:

@@ -209,6 +209,13 @@ class RunIdentity:
 NO_RUN: Final = RunIdentity()
 
 
+def check_files(run_dir: Path) -> None:
+    """Check that lock and identity can be opened and read, if they exist."""
+    if os.path.lexists(run_dir / LOCK):
+        os.close(_open(run_dir, os.O_RDWR))
+    _read_identity(run_dir)
+
+
 def next_attempt(run_dir: Path) -> RunIdentity:
     """Count a start of the run in a folder that this process owns; a copied folder is another run."""
     before = _read_identity(run_dir) or RunIdentity(secret=secrets.token_hex(_SECRET_BYTES))

@@ -7,14 +7,18 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from asyncrl import cli
+from asyncrl.config.run import load_file
 from asyncrl.launch.console import successes, update_rows
 from asyncrl.observability import process_status
 from asyncrl.observability.logger import cut_rows_after
+from asyncrl.storage import run_folder
 from support.run_folders import contents
 from support.tiny_models import write_models
 from support.whole_runs import exit_code
@@ -163,6 +167,32 @@ def test_a_resume_is_refused_in_a_sentence_because_of(
     assert code in (1, 2)
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert REFUSED[name][1] in said
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "place", ["lock", "identity.json", "newest/state.json", LEDGER, "replay/replay.json"]
+)
+@pytest.mark.parametrize("damage", [folder, pipe, partial(file, content=b'{"attempt": true}')])
+def test_damaged_files_of_state_are_found_before_models_are_loaded(
+    place: str,
+    damage: Callable[[str], Damage],
+    original: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, flags = shutil.copytree(original, tmp_path / "run"), ["--resume", "--updates", "4"]
+    damage(place)(run, tmp_path)
+    monkeypatch.setattr("asyncrl.launch.inline.load_models", lambda *_: pytest.exit("models were loaded"))
+    if place == "lock" and isinstance(damage, partial):  # Its text is for people; the next owner writes it.
+        run_folder.check_free(replace(load_file(run / "config.json"), resume=True, run_dir=str(run)))
+        return
+    for more in ([], ["--dry-run"]):
+        assert exit_code(["--run-dir", str(run), *flags, *more]) in (1, 2)
+        said = capsys.readouterr().err.replace("│", " ")
+        assert Path(place).name in said
+        assert "Traceback" not in said
 
 
 @pytest.mark.timeout(60)

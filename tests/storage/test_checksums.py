@@ -91,7 +91,7 @@ def test_a_checkpoint_says_what_the_ledger_was(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=3, ledger=ledger)
     folder = begin(checkpoints, trained(1), 1)
     checkpoints.finish()
-    found = checkpoint.verify(folder)
+    found = checkpoint.recorded_ledger(folder)
     assert found == checksum_of_lines(ledger)
     assert isinstance(found, Checksum)
     assert found.bytes == 8
