@@ -33,7 +33,7 @@ HELP: Final = ShortHelp(
     groups={"The report": "--json --long --simulator --host", "Models": MODELS, "Processes": PROCESSES},
     own={
         "--json": "A JSON list: name, verdict, seen, advice",
-        "--long": "Also try the world, measure disk and links, and wait for slow checks",
+        "--long": "Also the world, disk, links and slow checks",
         f"{SIMULATOR} NAME": "Check a simulator instead",
         "--host N": "Number of this host, of --placement ...@HOST",
     },
