@@ -154,7 +154,7 @@ def files_of(**changes: Any) -> SimulatorFiles:
 def test_a_policy_that_cannot_play_is_refused() -> None:
     policy = build_policy(TrainConfig(), torch.device("cpu"))
     files_of().check_policy(policy)
-    with pytest.raises(ConfigError, match="makes 7 numbers per step, but --world tabletop takes 4"):
+    with pytest.raises(ConfigError, match="makes 7 numbers per step, but tabletop takes 4"):
         files_of(idle=(0.0,) * 4).check_policy(policy)
     read = policy.preprocess
 
