@@ -103,8 +103,9 @@ def _lines(process: Process, state: State) -> list[str]:
     gone = "ended" if state in (State.FINISHED, State.STOPPED) else "dead"
     lines = [f"{process.role:<12}{process.pid:>8}  {'alive' if process.alive else gone}"]
     for activity in process.activities:
-        late = f", more than {activity.allowed:.0f} s" if process.alive and activity.overdue else ""
-        lines.append(f"    {activity.thread:<20}{activity.what}, {activity.seconds:.1f} s{late}")
+        late = f", more than {activity.allowed:.0f} s" if activity.overdue else ""
+        since = f", {activity.seconds:.1f} s{late}" if process.alive else ""  # What is over grows no older.
+        lines.append(f"    {activity.thread:<20}{activity.what}{since}")
     return lines
 
 

@@ -13,6 +13,7 @@ import ast
 import dataclasses
 import inspect
 import re
+import shutil
 import textwrap
 import typing
 from collections.abc import Mapping, Sequence
@@ -79,7 +80,8 @@ class ShortHelp:
             print(self.text(default or shown or kind()))
             raise SystemExit(0)
         own = " ".join(f"{flag}: {what}." for flag, what in self.own.items())
-        about = f"{self.about or _about(kind)} {own} --help: what is often used."
+        about = " ".join(f"{self.about or _about(kind)} {own} --help: what is often used.".split())
+        about = "\n".join(textwrap.wrap(about, shutil.get_terminal_size().columns))
         positional = self.usage.removesuffix(" [--flags]") if self.usage.startswith("[CONFIG") else ""
         prog = f"{self.command} {positional}".rstrip() if ALL in arguments else self.command
         flags = ["--help"] if ALL in arguments else list(arguments)

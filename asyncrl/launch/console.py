@@ -116,6 +116,15 @@ def join_hint(config: TrainConfig, endpoint: str, keys: str, *, waits: bool) -> 
 def notes(config: TrainConfig) -> list[str]:
     """Return lines about settings with a surprising or no effect."""
     lines = idle_settings(config.algorithm, config.correction, config.critic)
+    reasons = {
+        "evaluation": "" if config.evaluate_every else "without --evaluate-every no version is evaluated",
+        "lora": "" if config.lora.rank else "without --lora.rank there are no adapters",
+    }
+    for section, why in reasons.items():
+        settings = getattr(config, section)
+        for field in dataclasses.fields(settings) if why else ():
+            if getattr(settings, field.name) != field.default and not field.name.startswith("simulator"):
+                lines.append(f"--{section}.{field.name.replace('_', '-')} has no effect: {why}")
     chosen = config.optimizer
     if chosen.schedule != "constant" and 0 < chosen.decay_updates < config.updates:
         lines.append(

@@ -77,6 +77,11 @@ def read_job(environ: Mapping[str, str] = os.environ) -> Job:
         return int(text)
 
     size, by_torchrun = number("WORLD_SIZE", 1), environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if size > 1 and "RANK" not in environ:
+        raise ConfigError(
+            f"WORLD_SIZE is {size} in the environment, but RANK is not there: it is left over from a job. "
+            "Unset it for a single process, or start the ranks with torchrun."
+        )
     return Job(
         rank=number("RANK"),
         size=size,

@@ -68,6 +68,7 @@ def run(settings: JoinOptions) -> int:
     """Join, imagine, leave."""
     raise_limit()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settings = replace(settings, join=resolved(settings.join))
     name, keys = _pick_name(settings.name), pick_key(settings)
     while True:
         try:
@@ -79,6 +80,25 @@ def run(settings: JoinOptions) -> int:
             continue
         print(f"{name}: {'the run is over' if over else 'left the run'}", flush=True)
         return 0
+
+
+def resolved(address: str) -> str:
+    """Return the endpoint of --join, where ``tcp://`` may lack and a host may have a name."""
+    kind, _, rest = address.rpartition("://")
+    host, _, port = rest.rpartition(":")
+    if kind not in ("", "tcp") or not host:
+        return address
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--join {address}: {host} is no host that is known here ({error}).") from None
+    for family, *_, place in found:
+        if family == socket.AF_INET:
+            return f"tcp://{place[0]}:{port}"
+    raise ConfigError(
+        f"--join {address}: {host} has no IPv4 address, and replays listen at one. Use the address that the "
+        "run's console shows."
+    )
 
 
 class _Joined(NamedTuple):

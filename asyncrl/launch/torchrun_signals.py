@@ -22,6 +22,7 @@ WAIT_SECONDS: Final = 3600  # By default: more than the ranks' own deadlines. A 
 IMPATIENT_SECONDS: Final = 1  # after a second signal
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 PACKAGE = Path(__file__).resolve().parents[1]
+WRONG_SETTINGS: Final = 2  # exit code of a ConfigError
 SIGNAL_EXCEPTION: Final = "SignalException"  # torchrun's
 
 
@@ -31,6 +32,7 @@ def rendezvous_handler() -> Callable[..., NoReturn]:
         sys.excepthook = quiet_after_signals(sys.excepthook)
         os.environ.setdefault(WAIT, str(WAIT_SECONDS))
         _wait_for_ranks()
+        _change_agent()
     return _no_rendezvous
 
 
@@ -43,6 +45,27 @@ def starts_asyncrl(command: Sequence[str]) -> bool:
         if script.suffix == ".sh" and script.resolve().parent == PACKAGE.parent / "torchrun_scripts":
             return True
     return False
+
+
+def _change_agent() -> None:
+    """Do not start ranks again whose settings are wrong, and name the wait for other hosts at the end."""
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent as Agent
+
+    monitor, barrier = Agent._monitor_workers, Agent._exit_barrier
+
+    def monitored(agent: Any, *group: Any) -> Any:
+        result = monitor(agent, *group)
+        if any(failure.exitcode == WRONG_SETTINGS for failure in result.failures.values()):
+            agent._remaining_restarts = 0
+        return result
+
+    def waited(agent: Any) -> None:
+        if agent._worker_group.group_world_size > 1:
+            seconds = agent._exit_barrier_timeout
+            print(f"asyncrl: done here; torchrun waits up to {seconds:.0f} s for the other hosts", flush=True)
+        barrier(agent)
+
+    Agent._monitor_workers, Agent._exit_barrier = monitored, waited
 
 
 def _wait_for_ranks() -> None:

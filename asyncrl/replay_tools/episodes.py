@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeVar
 
@@ -183,16 +183,35 @@ def reread(row: StoredEpisode) -> Episode:
 
 
 def find_row(folder: Path, beginning: str) -> StoredEpisode:
-    """Find the one episode whose id begins with `beginning`, with all its arrays."""
-    found = [row for row in read_rows(folder) if row.episode.episode_id.startswith(beginning)]
+    """Find the one episode whose id begins with `beginning`, with all its arrays; no other group is read."""
+    files = watched(sorted(folder.glob(PATTERN)), "looking for the episode")
+    ids = {
+        one: path for path in files if (group := sound(path, read_group_file)) for one in group.episode_ids
+    }
+    found = [one for one in ids if one.startswith(beginning)]
     if len(found) != 1:
-        several = ", ".join(row.episode.episode_id for row in found[:5])
+        several = ", ".join(found[:5])
         raise ConfigError(
             f"no stored episode's id begins with {beginning!r}. `asyncrl replay list` shows them."
             if not found
             else f"{len(found)} episodes' ids begin with {beginning!r}: {several} ... Give more digits."
         )
-    return replace(found[0], episode=reread(found[0]))
+    path, outcomes = ids[found[0]], read_outcomes(folder, warn)
+    episode = next(one for one in read_group(path) if one.episode_id == found[0])
+    number = read_group_file(path).number
+    about = {"used_at": outcomes.used_at(number), "outcome": outcomes.of(number)}
+    return StoredEpisode(number=number, path=path, episode=episode, **about)
+
+
+def newest_of_each_outcome(folder: Path) -> list[str]:
+    """Return the ids of the newest success and the newest failure, as far as there are some."""
+    newest: dict[bool, str] = {}
+    for path in sorted(folder.glob(PATTERN), reverse=True):
+        for episode in sound(path, lambda path: read_group(path, LIGHT)) or ():
+            newest.setdefault(episode.success, episode.episode_id)
+        if len(newest) == 2:
+            break
+    return [newest[outcome] for outcome in sorted(newest, reverse=True)]
 
 
 def find_group(folder: Path, number: int) -> list[Episode]:

@@ -25,6 +25,7 @@ from asyncrl.replay_tools.episodes import (
     ReplayCommand,
     StoredEpisode,
     find_row,
+    newest_of_each_outcome,
     reread,
     table,
     warn,
@@ -130,24 +131,22 @@ class Video(ReplayCommand):
     """Write episodes as movies with step, reward, score and policy version below the picture."""
 
     episodes: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ID...")]
-    """Ids, or the beginnings of them."""
+    """Ids, or the beginnings of them; none: the newest success and the newest failure."""
     out: Path = Path()
     """A folder for files named by the ids, or for one episode a file ending in .mp4 or .gif."""
     rate: Annotated[int, AtLeast(1, "it counts frames per second.", "20 is real time.", highest=100)] = 10
     """Steps per second; 20 is real time. Without video, each observation is shown for about 8 steps."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.episodes:
-            raise ConfigError("no episode was named. `asyncrl replay list` shows their ids.")
-
     def run(self) -> int:
         """Write the movies, and say from which frames."""
+        episodes = self.episodes or newest_of_each_outcome(self.folder)
+        if not episodes:
+            raise ConfigError(f"{self.folder} holds no episode yet. Wait for the first group.")
         if not media.can_write_mp4() and self.out.suffix.lower() != ".mp4":
             print("av is not installed, so this writes .gif; for .mp4: pip install 'asyncrl[video]'")
         named = self.out.suffix.lower() in (".mp4", ".gif")
-        self._check_out(named)
-        for beginning in watched(self.episodes, "movies"):
+        self._check_out(named, len(episodes))
+        for beginning in watched(episodes, "movies"):
             episode = find_row(self.folder, beginning).episode
             path = self.out if named else self.out / f"{episode.episode_id[:12]}{media.movie_suffix()}"
             frames = movie_of(episode)
@@ -161,11 +160,9 @@ class Video(ReplayCommand):
             print(f"{path}: {len(frames)} frames of {episode.episode_id[:12]}, {source}")
         return 0
 
-    def _check_out(self, named: bool) -> None:
-        if named and len(self.episodes) > 1:
-            raise ConfigError(
-                f"--out {self.out} is one file, but {len(self.episodes)} episodes were named. Give a folder."
-            )
+    def _check_out(self, named: bool, count: int) -> None:
+        if named and count > 1:
+            raise ConfigError(f"--out {self.out} is one file, but {count} episodes are drawn. Give a folder.")
         if not named and not self.out.is_dir():
             raise ConfigError(
                 f"--out {self.out} is neither an existing folder nor a name ending in .mp4 or .gif."

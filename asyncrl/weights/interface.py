@@ -218,7 +218,7 @@ def run_bounded(
         if reason := given_up():
             raise WeightSyncError(f"{what} was given up: {reason}.")
         if time.monotonic() > until:
-            raise WeightSyncError(f"{what} did not end within {seconds:g} s: a member does not take part.")
+            raise WeightSyncError(f"{what} did not end within {seconds:.2g} s: a member does not take part.")
         wait(POLL_SECONDS) if wait else futures.wait([result], POLL_SECONDS)
         if (now := progress()) != reached:
             until, reached = time.monotonic() + seconds, now

@@ -51,6 +51,8 @@ def test_torchruns_variables_are_read() -> None:
     assert job.status_folder(Path("run")) == Path("run/hosts/4")
     with pytest.raises(ConfigError, match="WORLD_SIZE is 'two', expected a whole number"):
         read_job({"WORLD_SIZE": "two"})
+    with pytest.raises(ConfigError, match="it is left over from a job"):
+        read_job({"WORLD_SIZE": "4"})
 
 
 def test_several_ranks_that_torchrun_did_not_start_are_refused() -> None:

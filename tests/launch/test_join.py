@@ -10,8 +10,10 @@ import pytest
 from asyncrl import cli
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ReplaySettings, WeightSettings
+from asyncrl.errors import ConfigError
 from asyncrl.launch import endpoints
 from asyncrl.launch.job import Hosts
+from asyncrl.launch.join import resolved
 from asyncrl.launch.placement import parse_placement
 from asyncrl.messaging.keys import create_keys
 from asyncrl.observability import metrics_system as s
@@ -50,6 +52,24 @@ def test_actors_join_leave_die_and_come_back_while_the_run_goes_on(flags: list[s
     assert rows(site.run)[-1][s.DROPPED_DEADLINE.name] >= 0
     assert left_over(tmp_path) == []
     assert list((tmp_path / "tmp").glob("asyncrl-*")) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "endpoint"),
+    [
+        ("localhost:5555", "tcp://127.0.0.1:5555"),
+        ("tcp://localhost:5555", "tcp://127.0.0.1:5555"),
+        ("10.0.0.5:5555", "tcp://10.0.0.5:5555"),
+        ("tcp://[::1]:5555", "--join tcp://[::1]:5555: [::1] has no IPv4 address"),
+        ("no such name:5555", "--join no such name:5555: no such name is no host that is known here"),
+        ("ipc:///tmp/x", "ipc:///tmp/x"),
+    ],
+)
+def test_hosts_that_are_joined_have_names_and_no_scheme(given: str, endpoint: str) -> None:
+    try:
+        assert resolved(given) == endpoint
+    except ConfigError as error:
+        assert str(error).startswith(endpoint)  # noqa: PT017
 
 
 def test_what_cannot_join_is_told_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

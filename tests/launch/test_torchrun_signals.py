@@ -9,9 +9,12 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import PContext
 
 from asyncrl.launch import torchrun_signals
@@ -81,6 +84,24 @@ def test_a_script_of_bash_that_sigterm_ends_says_its_own_last_lines(flags, tmp_p
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # Of bash's torchrun.
     ended(tmp_path, ["bash", SCRIPT, *flags], {"PATH": path}, 1, signal.SIGTERM)
     assert left_over(tmp_path) == []
+
+
+def test_wrong_settings_are_not_started_again_and_the_last_wait_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = [SimpleNamespace(failures={0: SimpleNamespace(exitcode=code)}) for code in (1, 2)]
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda self, group: group)
+    monkeypatch.setattr(LocalElasticAgent, "_exit_barrier", lambda self: None)
+    torchrun_signals._change_agent()
+    agent: Any = LocalElasticAgent.__new__(LocalElasticAgent)
+    agent._remaining_restarts, agent._exit_barrier_timeout = 3, 300
+    left = [agent._monitor_workers(one) and agent._remaining_restarts for one in results]
+    assert left == [3, 0]
+    for hosts in (1, 2):
+        agent._worker_group = SimpleNamespace(group_world_size=hosts)
+        agent._exit_barrier()
+    said = capsys.readouterr().out
+    assert said == "asyncrl: done here; torchrun waits up to 300 s for the other hosts\n"
 
 
 class SignalException(Exception):

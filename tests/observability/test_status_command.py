@@ -7,12 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from asyncrl import cli
+from asyncrl.commands.status import _lines
+from asyncrl.observability import process_status
 from asyncrl.storage import run_owner
+from asyncrl.storage.run_folder import State
 from support.run_folders import kill_owner, row, write_run
 
 
@@ -45,6 +49,16 @@ def test_watch_of_a_run_that_has_ended_returns_at_once(
         cli.run("status", [str(tmp_path / "a"), "--watch", "--every", "0"])
     assert left.value.code == 2
     assert "--every is 0" in capsys.readouterr().err
+
+
+def test_what_is_over_grows_no_older() -> None:
+    doing = process_status.ThreadActivity(
+        thread="MainThread", what="ending the run", seconds=9.5, allowed=1.0
+    )
+    ended = process_status.Process(role="learner-0", pid=1, alive=False, activities=(doing,))
+    assert _lines(ended, State.FINISHED)[1].split(None, 1)[1] == "ending the run"
+    alive = _lines(replace(ended, alive=True), State.RUNNING)[1]
+    assert alive.endswith("ending the run, 9.5 s, more than 1 s")
 
 
 def watcher(run: Path, *flags: str) -> subprocess.Popen[str]:

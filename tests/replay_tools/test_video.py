@@ -2,13 +2,16 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image, ImageSequence
 
 from asyncrl.commands.replay import main as run_inspection
-from asyncrl.replay_tools import pictures
+from asyncrl.records import Episode
+from asyncrl.replay.group_file import read_group
+from asyncrl.replay_tools import episodes, pictures
 from asyncrl.replay_tools.episodes import read_rows
 from asyncrl.replay_tools.pictures import last_picture, spread
 from asyncrl.storage import media
@@ -32,6 +35,30 @@ def pictures_of(path: Path) -> list[np.ndarray]:
 def shrunk(picture: np.ndarray) -> np.ndarray:
     """The stored frame that was enlarged into the upper part of a movie's frame."""
     return picture[: IMAGE * TIMES : TIMES, : IMAGE * TIMES : TIMES]
+
+
+def test_one_id_reads_one_group_and_none_the_newest_success_and_failure(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = list[str]()
+
+    def counted(path: Path, *names: Any) -> list[Episode]:
+        read.append(path.name)
+        return read_group(path, *names)
+
+    rows = [row.episode for row in read_rows(run_dir / "replay")]
+    monkeypatch.setattr(episodes, "read_group", counted)
+    assert episodes.find_row(run_dir / "replay", rows[2].episode_id).episode.episode_id == rows[2].episode_id
+    assert read == ["group-00000001.h5"]
+    by_group = sorted(read_rows(run_dir / "replay"), key=lambda row: -row.number)
+    wanted = [
+        next(row.episode.episode_id for row in by_group if row.episode.success == outcome)
+        for outcome in (True, False)
+    ]
+    assert episodes.newest_of_each_outcome(run_dir / "replay") == wanted
+    assert run_inspection(["video", str(run_dir), "--out", str(tmp_path)]) == 0
+    made = {path.stem for path in tmp_path.iterdir() if path.is_file()}
+    assert made == {one[:12] for one in wanted}
 
 
 @pytest.mark.parametrize("suffix", [".mp4", ".gif"])
