@@ -209,7 +209,6 @@ def measure(
 
 
 def _measure_pair(ends: Sequence[_Child], plan: Plan, number: int) -> tuple[float, ...]:
-    """Return the GB/s of each way; none of a single device."""
     until = time.monotonic() + START_DEADLINE
     for child in ends:
         if not child.ready:

@@ -154,7 +154,6 @@ def _imagining_device(examination: Examination) -> torch.device | None:
 
 
 def _reason_to_skip(device: torch.device, nbytes: int) -> str:
-    """Return why a world of so many bytes is not tried on a device; empty if it is."""
     if device.type == "cpu" and nbytes > MOST_ON_CPU:
         return f"{nbytes / GIB:.1f} GiB of models would take minutes without a GPU"
     if device.type == "cuda" and (free := torch.cuda.mem_get_info(device)[0]) < ROOM * nbytes:

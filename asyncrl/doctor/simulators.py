@@ -66,7 +66,6 @@ def examine_simulator(source: SimulatorSource) -> Iterator[checks.Finding]:
 
 
 def _checks_of(name: str) -> list[tuple[str, Callable[[], checks.Finding]]]:
-    """Return the checks of packages and renderer that a built-in simulator needs."""
     if name not in registry.BUILT_IN["simulator"]:
         return []
     family = name.partition("_")[0]
@@ -158,7 +157,6 @@ def _begin(pool: SimulatorPool, starts: Sequence[SimStart]) -> None:
 
 
 def _time_step(pool: SimulatorPool, starts: Sequence[SimStart], frames: Frames) -> float:
-    """Measure a step of all places, in seconds: the median of `ROUNDS` episodes."""
     idle = np.tile(np.asarray(pool.spec.idle, np.float32), (min(STEPS, pool.spec.max_steps), 1))
     seconds = []
     for _ in range(1 + ROUNDS):

@@ -108,7 +108,6 @@ class Export(EpisodeSelection):
         return 0
 
     def _samples(self, counts: Counter[str]) -> Iterator[tuple[StoredEpisode, Samples]]:
-        """Read the chosen episodes one group at a time, and count what is taken and left out."""
         for row in self.rows(NEEDED):
             samples = samples_of(row.episode, self.rate)
             if samples is None:

@@ -203,7 +203,6 @@ def _attribute(tag: str, name: str) -> str:
 
 
 def _make(source: str, model: Any, mesh: int, report: LightReport) -> str:
-    """Make one light file; return its name, or '' if the original stays."""
     key = hashlib.sha256(Path(source).read_bytes() + f"{_FORMAT} {FACES} {TEXTURE}".encode()).hexdigest()[:24]
     if mesh < 0:
         target = report.folder / f"{key}.png"
