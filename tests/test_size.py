@@ -20,7 +20,7 @@ CEILINGS = {
     "doctor": (1324, 7),
     "evaluation": (938, 5),
     "fitting": (4179, 15),
-    "launch": (4616, 20),
+    "launch": (4629, 20),
     "learner": (3270, 16),
     "messaging": (1017, 6),
     "observability": (2583, 12),

@@ -120,6 +120,11 @@ class Supervisor:
         if self._child.exitcode == 0:
             self.finished = True
             return
+        if not self._log_path.parent.is_dir():
+            raise RunError(
+                f"{self._log_path.parents[1]}, the folder of the run, is gone: renamed or deleted while "
+                "the run wrote into it. Put it back, and go on with --resume."
+            )
         lived = self._clock() - self._born
         self._deaths = 1 if lived >= HEALTHY_SECONDS else self._deaths + 1
         self._quick_deaths = 0 if lived >= QUICK_SECONDS else self._quick_deaths + 1

@@ -155,6 +155,13 @@ def opened(hosts: Hosts, run_dir: Path, identity: RunIdentity) -> Iterator[tuple
         note.unlink(missing_ok=True)
 
 
+def restore_folder(folder: Path, identity: RunIdentity) -> None:
+    """Make the private folder of a living run again if the host cleaned it away."""
+    if not folder.exists():
+        folder.mkdir(mode=0o700, parents=True)
+        write_private(folder / IDENTITY, identity.secret)
+
+
 def _remove_left_over(note: Path, identity: RunIdentity) -> None:
     """Remove the private folder of a start that was killed, if it has this run's secret."""
     try:

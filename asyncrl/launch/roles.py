@@ -129,6 +129,7 @@ def replay_main(config: TrainConfig, info: RunInfo, episodes: EpisodeFormat) -> 
     lock, identity = run_owner.join(run_dir), info.identity
     process_status.publish_as(run_dir, "replay")
     process_status.set_activity("opening the files", config.startup_timeout)
+    endpoints.restore_folder(Path(info.sockets), identity)
     serve_replay(
         open_run_replay(run_dir / REPLAY, config, episodes=episodes),
         info.replay_endpoint,

@@ -1,7 +1,9 @@
 """Child processes: what they print, how they die, when they come back, and that none outlives its parent."""
 
 import os
+import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -9,9 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import zmq
 
 from asyncrl.errors import ConfigError, RunError
+from asyncrl.launch import endpoints
 from asyncrl.launch.children import Supervisor, first_traceback
+from asyncrl.launch.job import Hosts
+from asyncrl.messaging.sockets import bind_router
+from asyncrl.storage.run_owner import RunIdentity
 from support import child_environment
 
 DEADLINE = 20.0
@@ -150,6 +157,34 @@ def test_an_error_of_our_own_is_reported_by_its_sentence(tmp_path):
     with pytest.raises(RunError, match=r"Its first error:\n\nsuccess is nan\n\nSee ") as caught:
         child.poll()
     assert "Traceback" not in str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["renamed", "deleted"])
+def test_a_run_whose_folder_is_gone_ends_with_one_sentence(tmp_path, how):
+    run = tmp_path / "run"
+    child = Supervisor("one", f"{__name__}:kill_itself", (), run / "logs" / "one.log", 5, 0.01)
+    assert child.wait(DEADLINE)
+    run.rename(tmp_path / "other") if how == "renamed" else shutil.rmtree(run)
+    with pytest.raises(RunError, match=rf"^{run}, the folder of the run, is gone: .*--resume\.$"):
+        child.poll()
+
+
+def test_a_replay_makes_the_folder_of_its_socket_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    (tmp_path / "tmp").mkdir()
+    identity = RunIdentity(secret="5" * 64, attempt=1)
+    with endpoints.opened(Hosts(), tmp_path, identity) as (folder, endpoint):
+        shutil.rmtree(tmp_path / "tmp")
+        for _ in range(2):
+            endpoints.restore_folder(folder, identity)
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+            assert (folder / "identity").read_text() == identity.secret
+        with zmq.Context() as context, bind_router(context, endpoint):
+            assert (folder / "replay").is_socket()
+        folder.chmod(0o755)
+        with zmq.Context() as context, pytest.raises(ConfigError, match="other users can enter"):
+            bind_router(context, endpoint)
 
 
 def test_a_killed_child_is_reported_by_the_signals_name(tmp_path):
