@@ -3,7 +3,7 @@ r"""What asynchrony gains: steps per hour of the same job on the same GPUs, asyn
     python benchmarks/asynchrony.py --gpus 0 --flags="--policy models/p --world models/w --lora.rank 32"
     python benchmarks/asynchrony.py --gpus 0,1,2,3 --placement learner=0-1,actor=2-3 \
         --full models/random --compile
-    python benchmarks/asynchrony.py --gpus 0,1,2,3 --placement hybrid --full models/random --compile \
+    python benchmarks/asynchrony.py --gpus 0,1,2,3 --placement collocated --full models/random --compile \
         --flags="--lora.rank 0" --modes asynchronous --updates 10             all weights trained
 
 Three runs of `torchrun_scripts/train.sh` with the same flags, one after the other:

@@ -29,7 +29,7 @@ TINY: Final = "train {flags} --inline --updates 1 --run-dir {n}/fresh"
 PLACEMENTS: Final = (
     *("learner=0-99999999999", "learner=0,actor=1-99999999999", f"learner={DIGITS}", "learner=0-4096"),
     *("actor=0", "learner=", "learner=-1", "learner=0,learner=0", "learner=0,actor=5-1", "x" * 5000, ",,,"),
-    *("②=1", "learner=0,policy=1", "learner=0-3000,actor=3001"),
+    *("②=1", "learner=0,critic=1", "learner=0-3000,actor=3001"),
 )
 FOLDERS: Final = (
     *(LONG, "{w}/" + "y/" * 2500, "{w}/file", "{w}/file/below", "{w}/pipe", "{w}/circle", "{w}/\udcff"),

@@ -73,11 +73,11 @@ class ActorTelemetry:
         busy = self._backend.pop_device_seconds()
         for metric, seconds in busy.items():
             self.add(metric, seconds)
-        if all(device.type == "cpu" for device in self._backend.devices):
+        if self._backend.device.type == "cpu":
             self.add(m.ACTOR_HOST, -sum(busy.values()))  # The models ran on the actor's own thread.
         report = {
             m.ACTORS_WAITING: 0.0,
-            m.ACTOR_MEMORY: peak_memory(set(self._backend.devices)),
+            m.ACTOR_MEMORY: peak_memory(self._backend.device),
             **{metric: float(count) for metric, count in self._backend.counts.items()},
             **{metric: min(1.0, max(0.0, s / elapsed)) for metric, s in self._seconds.items()},
             **{metric: part / whole for metric, (part, whole) in self._shares.items() if whole},
@@ -94,7 +94,7 @@ class Actor:
     """Makes episodes until the run stops.
 
     With two stages, a step launches the decision of one half of the slots and collects that of the other
-    half: the host works while a device does, and two devices work at the same time.
+    half: the host works while the device does.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Actor:
         self._fail(failed)
         if not self._memory_logged:
             self._memory_logged = True
-            peak = peak_memory(set(self.backend.devices)) / 2**30
+            peak = peak_memory(self.backend.device) / 2**30
             _log.info("peak memory after the first decision: %.2f GiB (actor/peak_memory)", peak)
         set_activity("handing over episodes", self.hang_timeout)
         self._push_finished(stage)

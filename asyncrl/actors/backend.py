@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final, Generic
@@ -252,8 +252,8 @@ class Backend(ABC, Generic[State]):
 
     world_version: int  # `Episode.world_version`
 
-    def __init__(self, policy: Policy, sampling: SamplingParams, devices: Collection[torch.device]) -> None:
-        self.policy, self.sampling, self.devices = policy, sampling, devices
+    def __init__(self, policy: Policy, sampling: SamplingParams, device: torch.device) -> None:
+        self.policy, self.sampling, self.device = policy, sampling, device
         self.decisions = 0  # Since the actor began
         self._seconds: dict[Metric, float] = defaultdict(float)
 

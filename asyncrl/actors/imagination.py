@@ -1,7 +1,7 @@
 """Makes one decision for all episodes of a stage: policy, world model, reward model.
 
-`launch` queues the devices' work and waits for nothing; `collect` waits for it. On CUDA all work is queued on
-the current streams of the devices, in the order of the launches. So a state that is swapped or overwritten
+`launch` queues the device's work and waits for nothing; `collect` waits for it. On CUDA all work is queued on
+the current stream of the device, in the order of the launches. So a state that is swapped or overwritten
 was read before, and weights copied into the policy between two launches are those of the later one.
 """
 
@@ -44,9 +44,9 @@ _TORCH_DTYPES: Final = {name: getattr(torch, name) for name in SAMPLE_DTYPES}
 
 @dataclass(frozen=True, kw_only=True)
 class InFlightDecision:
-    """One decision of B slots that devices may still be working on; its episodes do not have it yet.
+    """One decision of B slots that the device may still be working on; its episodes do not have it yet.
 
-    The tensors are in host memory, and complete once all `done_events` have passed; further rows are padding.
+    The tensors are in host memory, and complete once `done` has passed; further rows are padding.
     """
 
     indices: list[int]
@@ -54,7 +54,7 @@ class InFlightDecision:
     arrays: dict[str, Tensor]  # Decision with an axis of slots: name -> [B or more, ...]
     finite: Tensor  # [B or more] bool: WorldState.finite after the decision
     timed_work: list[TimedWork]
-    done_events: tuple[DeviceEvent, ...]
+    done: DeviceEvent
 
     def checks(self) -> list[Check]:
         """Return the arrays that must be finite."""
@@ -80,14 +80,12 @@ class WorldBackend(Backend[State]):
         sampling: SamplingParams,
         *,
         rule: ActorSettings,
-        policy_device: torch.device = CPU,
-        world_device: torch.device = CPU,
+        device: torch.device = CPU,
         rows: int = 0,
     ) -> None:
         """Join the models; passes are filled up to `rows`, on whose number a row's last digits depend."""
-        super().__init__(policy, sampling, {policy_device, world_device})
+        super().__init__(policy, sampling, device)
         self.world, self.reward, self.rule, self.rows = world, reward, rule, rows
-        self.policy_device, self.world_device = policy_device, world_device
         self.world_version, self.models = world.version, (world, reward)
 
     @torch.inference_mode()
@@ -96,11 +94,11 @@ class WorldBackend(Backend[State]):
         for index in indices:
             episode = slots.episode(index)
             episode.task, episode.frame = episode.plan.start.task, _start_state(episode).present_frame
-        began = DeviceEvent(self.world_device)
+        began = DeviceEvent(self.device)
         opened, failed = retry_slots_singly(indices, partial(self._open, slots))
         for part, fresh in opened:
             stage.open(part, fresh)
-        stage.timed_work.append((m.ACTOR_WORLD, began, DeviceEvent(self.world_device)))
+        stage.timed_work.append((m.ACTOR_WORLD, began, DeviceEvent(self.device)))
         return failed
 
     @torch.inference_mode()
@@ -118,7 +116,7 @@ class WorldBackend(Backend[State]):
     def collect(self, slots: Slots, stage: Stage[State], timeout: float) -> tuple[list[Failure], float]:
         """Wait for the stage's decision and append it to the episodes."""
         in_flight, stage.in_flight = stage.in_flight, []
-        waited = wait_for([event for decision in in_flight for event in decision.done_events], timeout)
+        waited = wait_for([decision.done for decision in in_flight], timeout)
         failed = []
         for decision in in_flight:
             stage.timed_work += decision.timed_work
@@ -170,16 +168,15 @@ class WorldBackend(Backend[State]):
         seeds = [episode.next_noise_seed() for episode in episodes]
         frames_B = np.stack([episode.frame for episode in episodes])
         tasks_B = [episode.task for episode in episodes]
-        began = DeviceEvent(self.policy_device)
+        began = DeviceEvent(self.device)
         inputs = self.policy.preprocess(frames_B, tasks_B)
         acted = self.policy.act(inputs, self.sampling, [sampling_seed(seed) for seed in seeds])
-        decided = DeviceEvent(self.policy_device)
-        actions = acted.actions.to(self.world_device)
-        received = DeviceEvent(self.world_device)
+        decided = DeviceEvent(self.device)
+        actions = acted.actions.to(self.device)
         new_frames, state = self.world.imagine(stage.state_of(rows), actions, seeds)
-        imagined = DeviceEvent(self.world_device)
+        imagined = DeviceEvent(self.device)
         scores = self.reward.score(new_frames, tasks_B)
-        scored = DeviceEvent(self.world_device)
+        scored = DeviceEvent(self.device)
         copied = decision_tensors(self.policy, acted) | {"success_scores": scores, "video": new_frames}
         arrays = {
             "frames": torch.from_numpy(frames_B),
@@ -194,10 +191,10 @@ class WorldBackend(Backend[State]):
             finite=state.finite.to(CPU, non_blocking=True),
             timed_work=[
                 (m.ACTOR_POLICY, began, decided),
-                (m.ACTOR_WORLD, received, imagined),
+                (m.ACTOR_WORLD, decided, imagined),
                 (m.ACTOR_REWARD, imagined, scored),
             ],
-            done_events=(DeviceEvent(self.policy_device), DeviceEvent(self.world_device)),
+            done=DeviceEvent(self.device),
         )
         return decision, _first_rows(state, len(indices))
 

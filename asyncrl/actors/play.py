@@ -74,11 +74,11 @@ class SimulatorBackend(Backend[Any]):
         shows_state: bool = False,
         together: bool = False,
         patience: float = 900.0,
-        policy_device: torch.device = CPU,
+        device: torch.device = CPU,
     ) -> None:
         """Join the parts; with `together` a decision waits for all slots' answers, at most `patience` s."""
-        super().__init__(policy, sampling, {policy_device})
-        self.pool, self.policy_device, self.world_version = pool, policy_device, SIMULATOR
+        super().__init__(policy, sampling, device)
+        self.pool, self.world_version = pool, SIMULATOR
         self.max_decisions, self.cameras, self.shows_state = max_decisions, cameras, shows_state
         self.together, self.patience = together, patience
         self.restarted = 0
@@ -131,7 +131,7 @@ class SimulatorBackend(Backend[Any]):
         failed, waited = self._wait(slots, awaited, timeout)
         self._seconds[m.ACTOR_SIMULATORS] += waited
         # On the CPU the actor subtracts all of `pop_device_seconds` from its own time, this wait included.
-        return failed, 0.0 if self.policy_device.type == "cpu" else waited
+        return failed, 0.0 if self.device.type == "cpu" else waited
 
     def release(self, slots: Slots, stage: Stage[Any]) -> None:
         """Leave slots whose episode is gone, so that simulators which step together do not wait for them."""
@@ -264,11 +264,11 @@ class SimulatorBackend(Backend[Any]):
             more = np.stack([row["more_frames"] for row in observations])
             frames = np.concatenate([frames[:, None], more], axis=1)
         states = [np.stack([row["states"] for row in observations])] if self.shows_state else []
-        began = DeviceEvent(self.policy_device)
+        began = DeviceEvent(self.device)
         inputs = self.policy.preprocess(frames, [episode.task for episode in episodes], *states)
         acted = self.policy.act(inputs, self.sampling, [sampling_seed(seed) for seed in seeds])
         tensors = decision_tensors(self.policy, acted)
-        decided = DeviceEvent(self.policy_device)
+        decided = DeviceEvent(self.device)
         arrays = {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
         self._seconds[m.ACTOR_POLICY] += decided.since(began)
         return [

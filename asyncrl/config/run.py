@@ -43,10 +43,8 @@ class TrainConfig(Bounded):
     """All roles in one process, in turns: for debugging and tests. The lag is exactly --replay.max-lag, and a
     run can be repeated exactly."""
     placement: str = "auto"
-    """Roles of ranks: 'learner=0,actor=1-3'. A rank may be both. policy=2,world=3 is an actor on two devices.
-    auto: rank 0 learns, the others imagine, or as the run that is resumed measured; collocated: all do both;
-    disaggregated: the first half learns, the rest imagines; hybrid: all learn, the first half has policies,
-    the second their worlds."""
+    """Roles of ranks: 'learner=0,actor=1-3'. A rank may be both. auto: rank 0 learns, the others
+    imagine; collocated: all do both; disaggregated: the first half learns, the rest imagines."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the models. auto: cuda if there is a GPU."""
     policy: str = "tabletop"

@@ -18,8 +18,8 @@ class ActorSettings(Bounded, section="actor."):
     slots: Annotated[int, AtLeast(1, "an actor imagines at least one episode.", "Use 16.", highest=4096)] = 16
     """Episodes of an actor at the same time."""
     pipeline_stages: Literal[1, 2] = 1
-    """2: the slots decide in two halves in turns, so that host and GPU, or policy and world on two GPUs, work
-    at the same time (RLinf: pipeline_stage_num)."""
+    """2: the slots decide in two halves in turns, so that host and GPU work at the same time (RLinf:
+    pipeline_stage_num)."""
     offload: bool = False
     """Keep the models in pinned host memory while there is nothing to imagine. No effect with --inline."""
     max_decisions: Annotated[

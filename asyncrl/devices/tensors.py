@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import resource
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -78,10 +78,9 @@ def host_peak() -> float:
     return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def peak_memory(devices: Iterable[torch.device]) -> float:
-    """Return the peak bytes of this process's tensors on one GPU; without a GPU, `host_peak`."""
-    gpus = [device for device in devices if device.type == "cuda"]
-    return float(max(map(torch.cuda.max_memory_allocated, gpus))) if gpus else host_peak()
+def peak_memory(device: torch.device) -> float:
+    """Return the peak bytes of this process's tensors on a GPU; without a GPU, `host_peak`."""
+    return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else host_peak()
 
 
 # --- the device of a process ---

@@ -17,7 +17,6 @@ from asyncrl.launch.placement import (
     WORDS,
     Placement,
     check_learner_devices,
-    check_pairs,
     checked_placement,
     ranks_named,
     sizes_of_hosts,
@@ -74,7 +73,6 @@ def check_placement(examination: Examination) -> Finding:
     try:
         hosts = hosts_of(examination)
         placement = checked_placement(config, hosts.size)
-        check_pairs(placement, hosts)
         check_learner_devices(placement, hosts, {examination.host: count_gpus(config.device)})
         by_rank = devices_of(config, placement, hosts.ranks(examination.host))
         first = next(iter(by_rank.values()))
@@ -146,7 +144,7 @@ def check_device_memory(examination: Examination) -> Finding | None:
             f"{seen}: too much for {', '.join(tight)}.",
             "For a learner use --lora.rank, --learner.precision bf16, --learner.gradient-checkpointing, a "
             "smaller --algorithm.micro-batch or more learner ranks; for an actor fewer --actor.slots, "
-            "--actor.pipeline-stages 2, or policy and world on two devices.",
+            "or --actor.pipeline-stages 2.",
         )
     return ok("device memory", seen)
 
@@ -159,11 +157,10 @@ def rank_needs(config: TrainConfig, sizes: Sizes, placement: Placement, rank: in
     needed = (
         learner_needs(config, sizes, len(placement.learners), first=rank == 0) if "learner" in roles else 0
     )
-    rows = max(map(len, split_slots(config.actor.slots, config.actor.pipeline_stages)))
-    if "actor" in roles or "policy" in roles:
+    if "actor" in roles:
+        rows = max(map(len, split_slots(config.actor.slots, config.actor.pipeline_stages)))
         # One complete version is kept while the next one arrives.
         needed += sizes.policy + 2 * sizes.version + rows * sizes.acting
-    if "actor" in roles or "world" in roles:
         drawing = sizes.slot.drawing(rows, graphs=config.imagination.compile)
         needed += sizes.environment + config.actor.slots * sizes.slot.kept + drawing
     return needed

@@ -149,8 +149,7 @@ def _imagining_device(examination: Examination) -> torch.device | None:
     config = examination.config
     placement = placement_of(config)
     by_rank = devices_of(config, placement, hosts_of(examination).ranks(examination.host))
-    imagine = (on for rank, on in by_rank.items() if {"actor", "world"} & set(placement.roles(rank)))
-    return next(imagine, None)
+    return next((on for rank, on in by_rank.items() if rank in placement.actors), None)
 
 
 def _reason_to_skip(device: torch.device, nbytes: int) -> str:

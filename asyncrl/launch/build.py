@@ -170,7 +170,7 @@ def learner_offload(config: TrainConfig, update: Update) -> OffloadedTensors:
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
     models = [model for model in (update.policy, reference) if isinstance(model, nn.Module)]
-    return offload_idle(models, trained, {update.device})
+    return offload_idle(models, trained, update.device)
 
 
 def learner_group(

@@ -298,14 +298,14 @@ def balance(config: TrainConfig, placement: Placement, run_dir: Path, version: i
     """Describe the median time of both sides for an update since `version`, and a better placement.
 
     The work of a side is taken to be shared evenly by its ranks. Empty after too few updates, and where times
-    do not carry over to other placements: a rank did both, an actor has two devices, or others may join.
+    do not carry over to other placements: a rank did both, or others may join.
     """
     names = (s.GROUPS_PER_MINUTE.name, s.LEARNER_WAITING.name, s.ACTORS_WAITING.name)
     rows = list(read_json_lines(run_dir / "metrics.jsonl", {"step": int}))
     rows = [row for row in rows if all(type(row.get(name)) is float for name in names)]
     rows = [row for row in rows if row["step"] > version][SKIPPED:]
     learners, actors = len(placement.learners), len(placement.actors)
-    mixed = set(placement.learners) & set(placement.actors) or placement.worlds or config.replay.listen
+    mixed = set(placement.learners) & set(placement.actors) or config.replay.listen
     if mixed or not actors or len(rows) < LEAST:
         return ""
     pace, *waits = (statistics.median(row[name] for row in rows) for name in names)

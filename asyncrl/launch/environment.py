@@ -5,7 +5,7 @@ The learner only checks them, by the headers of the files: it never reads 13 GB 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -182,13 +182,13 @@ def _starts(config: TrainConfig, size: int) -> list[StartState]:
 
 
 def open_backend(
-    config: TrainConfig, policy: Policy, device: torch.device
+    config: TrainConfig, policy: Policy
 ) -> tuple[WorldBackend[Any] | SimulatorBackend, StartStateStream | TrainingStarts]:
-    """Return the policy joined with its world on `device`, or simulators, to be closed, and its starts."""
+    """Return the policy joined with its world or simulators, to be closed, and its starts."""
     if simulator_named(config.world):
         files = check_simulator(config)
         return files.play(config, policy), TrainingStarts(files.spec, config.seed, config.simulator.starts)
-    environment = build_world_model(config, device)
+    environment = build_world_model(config, policy.device)
     starts = StartStateStream(environment.starts, config.seed)
     return build_imagination(config, policy, environment), starts
 
@@ -209,8 +209,7 @@ def build_imagination(config: TrainConfig, policy: Any, environment: Environment
         environment.reward,
         named_models.sampling_of(config),
         rule=replace(config.actor, success_frames=config.success_frames),
-        policy_device=policy.device,
-        world_device=world.device,
+        device=policy.device,
         rows=rows if config.imagination.fixed_shape else 0,
     )
 
@@ -225,11 +224,11 @@ def actor_offload(config: TrainConfig, backend: WorldBackend[Any] | SimulatorBac
     if not config.actor.offload:
         return NO_OFFLOAD
     policy, others = backend.policy, backend.models if isinstance(backend, WorldBackend) else []
-    return offload_idle([policy, *others], lambda: policy.acting_tensors().values(), backend.devices)
+    return offload_idle([policy, *others], lambda: policy.acting_tensors().values(), backend.device)
 
 
 def offload_idle(
-    models: Sequence[Any], changing: Callable[[], Iterable[Tensor]], devices: Collection[torch.device]
+    models: Sequence[Any], changing: Callable[[], Iterable[Tensor]], device: torch.device
 ) -> OffloadedTensors:
     """Offload the tensors of networks, worlds and reward models, of which only `changing` are written to."""
     networks = [
@@ -241,7 +240,7 @@ def offload_idle(
     return OffloadedTensors(
         lambda: (x for network in networks for x in (*network.parameters(), *network.buffers())),
         changing,
-        devices,
+        {device},
         on_offload=lambda: [model.weights_moved() for model in movable],
     )
 

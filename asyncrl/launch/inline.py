@@ -41,7 +41,7 @@ def run(asked: TrainConfig) -> int:
         device = use_device(asked)
         models = load_models(asked, device)
         config = models.config
-        backend, starts = open_backend(config, build_policy(config, device), device)
+        backend, starts = open_backend(config, build_policy(config, device))
         start = start_run(models)
         process_status.publish_as(start.run_dir, "inline")
         publisher, receiver = build_in_process(device)

@@ -159,7 +159,7 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
         use_compiler_cache(device)
     policy = build_policy(config, device)
     with ExitStack() as closing:
-        backend, starts = open_backend(config, policy, device)
+        backend, starts = open_backend(config, policy)
         closing.callback(backend.close)
         timeout, tensors = config.weights.timeout, policy.acting_tensors()
         receiver = WeightReceiver(PULL, told.weights, name, tensors, "cpu", timeout, keys, told.identity)

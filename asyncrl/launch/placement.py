@@ -18,8 +18,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.job import Hosts
 
 RELAYED = "shared_memory"  # The carrier from a relay to the actors of its host
-ROLES = ("learner", "actor", "policy", "world")
-WORDS = ("auto", "collocated", "disaggregated", "hybrid")
+ROLES = ("learner", "actor")
+WORDS = ("auto", "collocated", "disaggregated")
 """Placements that fit any number of ranks; see `_by_word`."""
 EXAMPLE = "Write for example 'learner=0,actor=1-3' or 'learner=0-1,actor=2-3', or leave --placement out."
 _ITEM = re.compile(r"(?:(?P<role>[a-z]+)=)?(?P<first>\d{1,4})(?:-(?P<last>\d{1,4}))?(?:@(?P<host>\d{1,4}))?")
@@ -91,42 +91,25 @@ def _sizes(items: list[_Item]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The ranks of every role, ascending. A rank may learn and have a part in imagining too."""
+    """The ranks of both roles, ascending. A rank may have both."""
 
     learners: tuple[int, ...]
     actors: tuple[int, ...]
-    """Ranks that supervise an actor: whole ones, and the policy ranks of those on two devices."""
-    worlds: tuple[tuple[int, int], ...] = ()
-    """Policy rank and world rank of every actor on two devices."""
 
-    def world_of(self, rank: int) -> int:
-        """Return the rank on whose device the actor of `rank` has its world and reward models."""
-        return dict(self.worlds).get(rank, rank)
-
-    def roles(self, rank: int) -> tuple[str, ...]:
+    def roles(self, rank: int) -> list[str]:
         """Return the roles of a rank, in the words of `ROLES`."""
-        pairs = dict(self.worlds)
-        of = {
-            "learner": rank in self.learners,
-            "actor": rank in self.actors and rank not in pairs,
-            "policy": rank in pairs,
-            "world": rank in pairs.values(),
-        }
-        return tuple(role for role, has in of.items() if has)
+        return [role for role, of in zip(ROLES, (self.learners, self.actors), strict=True) if rank in of]
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        """All ranks with a role, ascending."""
-        worlds = (world for _, world in self.worlds)
-        return tuple(sorted({*self.learners, *self.actors, *worlds}))
+    def ranks(self) -> list[int]:
+        """All ranks, ascending."""
+        return sorted({*self.learners, *self.actors})
 
     @property
     def summary(self) -> str:
-        """A description for the console, as '1 learner + 1 actor + 1 actor on 2 devices'."""
-        pairs = len(self.worlds)
-        parts = ((len(self.learners), "learner", ""), (len(self.actors) - pairs, "actor", ""))
-        parts += ((pairs, "actor", " on 2 devices" + " each" * (pairs > 1)),)
-        return " + ".join(f"{n} {role}{'s' * (n > 1)}{where}" for n, role, where in parts if n)
+        """A description for the console, as '1 learner + 2 actors'."""
+        counts = zip(map(len, (self.learners, self.actors)), ROLES, strict=True)
+        return " + ".join(f"{count} {role}{'s' * (count > 1)}" for count, role in counts if count)
 
 
 def parse_placement(text: str, world_size: int, *, joined: bool = False) -> Placement:
@@ -142,11 +125,7 @@ def parse_placement(text: str, world_size: int, *, joined: bool = False) -> Plac
             f"--placement puts learners on rank {named}, but rank 0 leads them: it opens the run folder, the "
             "replay and the weight channel. Give the learners the first ranks: learner=0, or learner=0-1."
         )
-    return Placement(
-        learners=tuple(ranks["learner"]),
-        actors=tuple(sorted(ranks["actor"] + ranks["policy"])),
-        worlds=tuple(zip(ranks["policy"], ranks["world"], strict=True)),
-    )
+    return Placement(learners=tuple(ranks["learner"]), actors=tuple(ranks["actor"]))
 
 
 def checked_placement(config: TrainConfig, world_size: int) -> Placement:
@@ -168,12 +147,6 @@ def _by_word(word: str, ranks: int) -> Placement:
         return Placement(learners=(0,), actors=everyone[1:] or (0,))
     if word == "disaggregated":
         return Placement(learners=everyone[:half] or (0,), actors=everyone[half:])
-    if word == "hybrid":  # Of an odd number, the last one imagines alone.
-        return Placement(
-            learners=everyone,
-            actors=everyone[:half] + everyone[2 * half :],
-            worlds=tuple(zip(everyone[:half], everyone[half : 2 * half], strict=True)),
-        )
     return Placement(learners=everyone, actors=everyone)
 
 
@@ -189,17 +162,6 @@ def check_sizes(text: str, hosts: Hosts) -> None:
                     "there. Hosts are numbered from 0 in the order of their ranks: start as many with "
                     "--nproc-per-node and --nnodes, or name others."
                 )
-
-
-def check_pairs(placement: Placement, hosts: Hosts) -> None:
-    """Check that both devices of an actor are on one host."""
-    for policy, world in placement.worlds:
-        if hosts.of(policy) != hosts.of(world):
-            raise ConfigError(
-                f"--placement makes policy rank {policy} and world rank {world} one actor, but they are on "
-                f"{hosts.names[hosts.of(policy)]} and {hosts.names[hosts.of(world)]}, and frames travel "
-                "inside one host only. Pair ranks of one host."
-            )
 
 
 def check_learner_devices(placement: Placement, hosts: Hosts, gpus: Mapping[int, int]) -> None:
@@ -280,22 +242,13 @@ def ranks_named(text: str) -> int:
 
 def only_learns(text: str) -> bool:
     """Return True if `--placement` names no actor: all of them join later."""
-    if text in WORDS:
-        return False
-    ranks = read_ranks(text)
-    return not (ranks["actor"] or ranks["policy"])
+    return text not in WORDS and not read_ranks(text)["actor"]
 
 
 def _check_roles(ranks: dict[str, list[int]], joined: bool) -> None:
     if not ranks["learner"]:
         raise ConfigError(f"--placement names no learner, but a run needs one. {EXAMPLE}")
-    if len(ranks["policy"]) != len(ranks["world"]):
-        raise ConfigError(
-            f"--placement names {len(ranks['policy'])} policy and {len(ranks['world'])} world ranks, but the "
-            "first policy rank and the first world rank are one actor on two devices, and so on. Name as "
-            "many of both, or actor=RANK for an actor on one device."
-        )
-    if not (ranks["actor"] or ranks["policy"] or joined):
+    if not (ranks["actor"] or joined):
         raise ConfigError(
             "--placement names no actor, and without --replay.listen nobody knows where to join the run. Set "
             f"--replay.listen tcp://ADDRESS:PORT and start actors with `asyncrl actor --join`. {EXAMPLE}"
@@ -306,12 +259,6 @@ def _check_ranks(ranks: dict[str, list[int]], world_size: int) -> None:
     for role, named in ranks.items():
         if twice := [rank for rank, count in Counter(named).items() if count > 1]:
             raise ConfigError(f"--placement names rank {twice[0]} twice as {role}. Name it once.")
-    imagining = Counter(ranks["actor"] + ranks["policy"] + ranks["world"])
-    if twice := sorted(rank for rank, count in imagining.items() if count > 1):
-        raise ConfigError(
-            f"--placement gives rank {twice[0]} more than one of actor, policy and world, but it has one "
-            f"part in imagining. For policy and world on its one device write actor={twice[0]}."
-        )
     used = {rank for named in ranks.values() for rank in named}
     started = f"{world_size} ranks (0-{world_size - 1})" if world_size > 1 else "1 rank (0)"
     if (highest := max(used)) >= world_size:

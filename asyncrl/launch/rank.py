@@ -40,7 +40,6 @@ from asyncrl.launch.placement import (
     Placement,
     check_broadcasts,
     check_learner_devices,
-    check_pairs,
     check_sizes,
     checked_placement,
     copies_of,
@@ -90,7 +89,6 @@ def _check_hosts(config: TrainConfig, job: Job, hosts: Hosts, facts: list[HostFa
 
     check_sizes(config.placement, hosts)
     placement = checked_placement(config, hosts.size)
-    check_pairs(placement, hosts)
     gpus = {number: host.gpus for number, host in enumerate(facts)} or {0: count_gpus(config.device)}
     check_learner_devices(placement, hosts, gpus)
     copies_of(config, placement, hosts)

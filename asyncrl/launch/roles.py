@@ -7,7 +7,7 @@ replay     the episode files and their socket; no torch
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -45,9 +45,9 @@ def actor_main(config: TrainConfig, info: RunInfo, name: str) -> None:
     process_status.publish_as(job.status_folder(Path(info.run_dir)), name)
     process_status.set_activity("loading models", config.startup_timeout)
     placement = parse_placement(config.placement, job.size, joined=True)
-    device, world_device = use_devices(config, placement, job)
+    device = use_device(config, placement, job)
     policy = build_policy(config, device)
-    backend, starts = open_backend(config, policy, world_device)
+    backend, starts = open_backend(config, policy)
     receiver = _receiver(config, info, job, placement, name, policy.acting_tensors(), device)
     try:
         port = ZmqActorPort(
@@ -66,8 +66,8 @@ def actor_main(config: TrainConfig, info: RunInfo, name: str) -> None:
         lock.release()
 
 
-def use_devices(config: TrainConfig, placement: Placement, job: Job) -> tuple[torch.device, torch.device]:
-    """Use the threads and devices of an actor: of its policy, and of its world and reward models."""
+def use_device(config: TrainConfig, placement: Placement, job: Job) -> torch.device:
+    """Use the threads and the device of an actor."""
     import torch
 
     from asyncrl.devices.tensors import take_device, use_compiler_cache
@@ -75,25 +75,23 @@ def use_devices(config: TrainConfig, placement: Placement, job: Job) -> tuple[to
     # One learner mostly waits for the actors; each further one has cores of its own.
     cores = len(os.sched_getaffinity(0)) - (len(placement.learners) - 1) * config.learner.threads
     torch.set_num_threads(threads_of_actor(len(placement.actors), cores))
-    locals_of_actor = (placement.world_of(job.rank) - job.here.start, job.local_rank)
-    give_way(config.device, placement, job.here, locals_of_actor)
-    # The policy's, the last one, stays "the" device.
-    world_device, device = (take_device(config.device, local) for local in locals_of_actor)
+    give_way(config.device, placement, job)
+    device = take_device(config.device, job.local_rank)
     if config.imagination.compile or config.learner.compile:
         use_compiler_cache(device)
-    return device, world_device
+    return device
 
 
-def give_way(name: str, placement: Placement, here: range, local_ranks: Iterable[int]) -> None:
-    """Let a learner's kernels go before those of an actor, where its ranks' devices are shared by MPS.
+def give_way(name: str, placement: Placement, job: Job) -> None:
+    """Let a learner's kernels go before those of an actor that shares its GPU by MPS.
 
     Without a server of MPS the variable means nothing. No GPU has been used by this process yet.
     """
     from asyncrl.devices.tensors import pick_device
 
-    learners = {pick_device(name, rank - here.start) for rank in placement.learners if rank in here}
-    devices = {pick_device(name, local) for local in local_ranks}
-    if any(device.type == "cuda" for device in learners & devices):
+    learners = [pick_device(name, rank - job.here.start) for rank in placement.learners if rank in job.here]
+    device = pick_device(name, job.local_rank)
+    if device.type == "cuda" and device in learners:
         os.environ.setdefault(PRIORITY, "1")
 
 

@@ -91,7 +91,7 @@ class SimulatorFiles:
             shows_state=shows_state,
             together=config.inline,
             patience=config.hang_timeout,
-            policy_device=policy.device,
+            device=policy.device,
         )
 
 
@@ -166,8 +166,6 @@ def refuse_idle(config: TrainConfig) -> None:
     if simulator_named(config.world):
         kind, idle = "a simulator", _IDLE_IN_SIMULATORS
         instead = f"choose a world model; a folder called so is written ./{config.world}"
-        if "world=" in config.placement or config.placement == "hybrid":
-            idle += (("it gives a device to a world model", ("placement",)),)
     default = flat(asdict(TrainConfig()))
     for flag, value in flat(asdict(config)).items():
         why = next((why for why, names in idle if {flag, flag.partition(".")[0]} & {*names}), "")

@@ -291,7 +291,7 @@ class Learner:
             m.PEAK_MEMORY: host_peak(),
         }
         if (device := self.update.device).type == "cuda":
-            status[m.LEARNER_MEMORY] = peak_memory([device])
+            status[m.LEARNER_MEMORY] = peak_memory(device)
         if self.offload.enabled:
             moving, offloaded = self.offload.pop_metrics()
             status |= {m.LEARNER_OFFLOAD: moving, m.LEARNER_OFFLOADED: float(offloaded)}

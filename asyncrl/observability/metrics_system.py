@@ -152,12 +152,7 @@ ACTOR_POLICY, ACTOR_WORLD, ACTOR_REWARD = (
     define(f"""time/actor_{name}, mean, share: Share of the actors' time in which their device was busy with
         the {model}. {advice}""")
     for name, model, advice in (
-        (
-            "policy",
-            "policy",
-            "With world and reward near 1 on one device: the GPU is always busy. The larger of two devices' "
-            "shares is the bottleneck (--placement policy=, world=).",
-        ),
+        ("policy", "policy", "With world and reward near 1: the GPU is always busy."),
         (
             "world",
             "world model",
@@ -208,8 +203,7 @@ USEFUL_STEPS = define("""actor/useful_steps, mean, share: Imagined steps before 
     count too.""")
 ACTOR_MEMORY = define("""actor/peak_memory, max, bytes: Most memory of an actor's tensors on a GPU (on the
     CPU: of its process), the largest of all actors. Levels off within the first episodes. Near the device's
-    size: fewer --actor.slots, --actor.pipeline-stages 2, or policy and world on two devices
-    (--placement).""")
+    size: fewer --actor.slots, or --actor.pipeline-stages 2.""")
 ACTOR_DECISIONS = define("""actor/decisions, sum, decisions: Decisions imagined by the present actors since
     each of them began. Grows by a batch's decisions for each update. While it grows the learner waits on
     (--batch-timeout), even if no episode is complete.""")

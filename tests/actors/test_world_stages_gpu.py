@@ -63,7 +63,7 @@ def models_on(device: torch.device, kind: str, folder: Path) -> WorldBackend[Any
     reward = ResNetReward(RewardNetwork(config), config, device=device)
     sampling = SamplingParams(temperature=1.0)
     rule = ActorSettings(max_decisions=6)
-    return WorldBackend(policy, world, reward, sampling, rule=rule, policy_device=device, world_device=device)
+    return WorldBackend(policy, world, reward, sampling, rule=rule, device=device)
 
 
 def made(actor: Actor) -> list[int]:
@@ -74,7 +74,7 @@ def made(actor: Actor) -> list[int]:
 def is_at_work(actor: Actor) -> bool:
     """Whether the device still works on the newest launch."""
     (decision,) = actor._busy_stages[-1].in_flight
-    return not all(moment.passed for moment in decision.done_events)
+    return not decision.done.passed
 
 
 @pytest.mark.parametrize("kind", KINDS)

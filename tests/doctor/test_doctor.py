@@ -215,9 +215,6 @@ def test_memory_is_counted_for_each_role() -> None:
     assert needs == [(4 + 12) // 2 + 2 * 2, (4 + 12) // 2 + 1 + 8 + 2 * 2, 1 + 8 + 2 * 2]
     frozen = replace(SIZES, unsharded=2 * GIB)  # Both learners have these.
     assert gpus.rank_needs(config, frozen, placement, 0) // GIB == 2 + (2 + 12) // 2 + 2 * 2
-    apart = host.placement_of(TrainConfig(placement="learner=0,policy=1,world=2"))
-    needs = [gpus.rank_needs(config, SIZES, apart, rank) // GIB for rank in range(3)]
-    assert needs == [4 + 12 + 2 * 2, 1 + 2 * 2, 8]
 
 
 def test_models_that_do_not_fit_the_memory_are_a_warning_with_numbers(monkeypatch) -> None:
@@ -251,7 +248,7 @@ def test_a_placement_is_judged_as_training_would() -> None:
         assert words in finding.seen
 
 
-SEVERAL = "learner=0-1@0,actor=0-2@1,policy=0@2,world=1@2"
+SEVERAL = "learner=0-1@0,actor=0-2@1,actor=0-1@2"
 
 
 @pytest.mark.parametrize(
@@ -259,7 +256,7 @@ SEVERAL = "learner=0-1@0,actor=0-2@1,policy=0@2,world=1@2"
     [
         (0, "rank 0 (learner) on cpu, rank 1 (learner) on cpu; weights by shared_memory, between hosts by "),
         (1, "rank 2 (actor) on cpu, rank 3 (actor) on cpu, rank 4 (actor) on cpu; weights by "),
-        (2, "rank 5 (policy) on cpu, rank 6 (world) on cpu; weights by shared_memory"),
+        (2, "rank 5 (actor) on cpu, rank 6 (actor) on cpu; weights by shared_memory"),
     ],
 )
 def test_of_several_hosts_a_placement_is_judged_for_this_one(number: int, seen: str) -> None:
@@ -287,7 +284,6 @@ def test_of_several_hosts_only_what_this_one_lacks_is_said(monkeypatch: pytest.M
     for placement, number, words in (
         (SEVERAL, 3, "--host is 3, but --placement learner=0-1@0"),
         ("learner=0,actor=0", 1, "names 1 host(s), counted from 0"),
-        ("learner=0@0,policy=1@0,world=0@1", 0, "policy rank 1"),
     ):
         finding = placed(number, placement=placement)
         assert finding.verdict is Verdict.BROKEN

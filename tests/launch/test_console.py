@@ -157,13 +157,7 @@ def test_all_weights_are_not_gathered_on_fewer_learners_than_held_them(tmp_path:
 
 @pytest.mark.parametrize(
     ("placement", "pace", "listen"),
-    [
-        ("collocated", 80.0, ""),
-        ("hybrid", 80.0, ""),
-        ("learner=0-1,policy=2,world=3", 80.0, ""),
-        ("auto", None, ""),
-        ("auto", 80.0, "tcp://127.0.0.1:5555"),
-    ],
+    [("collocated", 80.0, ""), ("auto", None, ""), ("auto", 80.0, "tcp://127.0.0.1:5555")],
 )
 def test_nothing_is_said_of_shared_devices_too_few_numbers_or_actors_that_may_join(
     tmp_path: Path, placement: str, pace: float | None, listen: str

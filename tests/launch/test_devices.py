@@ -13,7 +13,7 @@ from asyncrl.devices.tensors import INDUCTOR, TRITON, pick_device, use_compiler_
 from asyncrl.errors import ConfigError
 from asyncrl.launch.job import Job
 from asyncrl.launch.placement import parse_placement, transport_of
-from asyncrl.launch.roles import PRIORITY, give_way, use_devices
+from asyncrl.launch.roles import PRIORITY, give_way
 
 
 @pytest.fixture
@@ -62,33 +62,12 @@ def test_the_transport_follows_from_who_shares_a_gpu(gpus, count, ranks, placeme
 
 
 @pytest.mark.parametrize(
-    ("count", "job", "indices"),
-    [
-        (4, Job(rank=2, size=4, local_rank=2, local_size=4), [2, 1]),
-        (4, Job(rank=3, size=4, local_rank=3, local_size=4), [3, 3]),
-        (2, Job(rank=2, size=4, local_rank=0, local_size=2), [0, 1]),  # Numbered on its host.
-        (0, Job(rank=2, size=4, local_rank=2, local_size=4), [None, None]),
-    ],
-)
-def test_the_world_of_a_policy_rank_is_on_the_device_of_its_world_rank(
-    gpus, monkeypatch, count, job, indices
-):
-    gpus(count)
-    monkeypatch.setattr("asyncrl.devices.tensors.take_device", pick_device)
-    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
-    world = 1 if job.local_size == 4 else 3
-    pair = parse_placement(f"learner=0,policy=2,world={world},actor={4 - world}", 4)
-    assert [device.index for device in use_devices(TrainConfig(), pair, job)] == indices
-
-
-@pytest.mark.parametrize(
     ("count", "ranks", "placement", "rank", "lower"),
     [
         (1, 1, "auto", 0, True),
         (1, 2, "learner=0,actor=1", 1, True),
         (2, 2, "learner=0,actor=1", 1, False),
         (2, 3, "learner=0,actor=1-2", 2, True),  # On GPU 0 again.
-        (2, 2, "learner=0-1,policy=0,world=1", 0, True),
         (0, 2, "learner=0,actor=1", 1, False),
     ],
 )
@@ -98,10 +77,11 @@ def test_an_actor_gives_way_where_it_shares_a_gpu_with_a_learner(
     gpus(count)
     monkeypatch.delenv(PRIORITY, raising=False)
     placed = parse_placement(placement, ranks)
-    give_way("auto", placed, range(ranks), (rank, placed.world_of(rank)))
+    job = Job(rank=rank, size=ranks, local_rank=rank, local_size=ranks)
+    give_way("auto", placed, job)
     assert os.environ.get(PRIORITY) == ("1" if lower else None)
     monkeypatch.setenv(PRIORITY, "0")  # The user's own stays.
-    give_way("auto", placed, range(ranks), (rank, placed.world_of(rank)))
+    give_way("auto", placed, job)
     assert os.environ[PRIORITY] == "0"
 
 

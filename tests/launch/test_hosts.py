@@ -27,7 +27,6 @@ from asyncrl.launch.placement import (
     Placement,
     check_broadcasts,
     check_learner_devices,
-    check_pairs,
     check_sizes,
     copies_of,
     parse_placement,
@@ -65,13 +64,6 @@ def test_a_placement_that_names_other_hosts_than_torchrun_started_is_refused() -
         check_sizes(text, replace(TWO, first_ranks=(0, 4)))
     with pytest.raises(ConfigError, match=r"names 3 ranks on host 1, but torchrun started 0 there"):
         check_sizes(text, Hosts(names=("a",), size=2))
-
-
-def test_an_actor_on_two_devices_needs_them_on_one_host() -> None:
-    text = "learner=0,policy=1,world=2,actor=3-4"
-    with pytest.raises(ConfigError, match=r"policy rank 1 and world rank 2 one actor, but .* on a and b"):
-        check_pairs(parse_placement(text, 5), TWO)
-    check_pairs(parse_placement("learner=0,policy=2,world=3,actor=1,4", 5), TWO)
 
 
 def test_hosts_with_a_copy_each_need_as_many_learners() -> None:

@@ -114,7 +114,6 @@ def test_tasks_of_a_simulator_with_stored_starts_take_turns() -> None:
         (["--reward", "runs/reward"], r"--reward is set.*says itself what succeeds"),
         (["--actor.success-threshold", "0.5"], r"--actor.success-threshold is set.*no reward model"),
         (["--actor.success-frames", "last"], r"--actor.success-frames is set"),
-        (["--placement", "learner=0,policy=0,world=1"], r"--placement is set"),
         (["--simulator.starts", "evaluation"], r"every seed is a start: none are stored"),
         (["--world-settings", "colour=red"], r"--world tabletop cannot be built.*--world-settings"),
         (["--simulator.image-size", "7"], r"16 to 512 pixels"),

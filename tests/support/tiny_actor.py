@@ -44,8 +44,8 @@ def actor_with(
     publisher.publish(WholeTensors(models.policy.trainable_tensors()), 0)
     settings = ActorSettings(slots=slots, pipeline_stages=stages, max_decisions=decisions)
     rule = ActorSettings(max_decisions=decisions, success_threshold=1.0)
-    where = {"policy_device": models.policy_device, "world_device": models.world_device}
-    fresh = WorldBackend(models.policy, models.world, models.reward, models.sampling, rule=rule, **where)
+    parts = models.policy, models.world, models.reward, models.sampling
+    fresh = WorldBackend(*parts, rule=rule, device=models.device)
     starts = StartStateStream([start(0), start(1)], seed=0)
     port = learner.actor_port()
     actor = Actor("inline", fresh, starts, port, receiver, settings, group_size=GROUP, run_seed=0)
