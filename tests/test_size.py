@@ -31,7 +31,7 @@ CEILINGS = {
     "simulators": (4020, 21),
     "storage": (2375, 10),
     "weights": (2158, 11),
-    "worlds": (5504, 24),
+    "worlds": (5522, 24),
 }
 """Package (empty: the top level) -> most lines and modules."""
 MOST_TEST_LINES = 47_000

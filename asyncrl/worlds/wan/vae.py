@@ -215,6 +215,14 @@ def _upsample(sampler: Any, x: Tensor, step: _Step) -> Tensor:
     return drawn.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
 
 
+def _repeat_shortcut(shortcut: Any, x: Tensor, step: _Step) -> Tensor:
+    t, s, out = shortcut.factor_t, shortcut.factor_s, shortcut.out_channels
+    x = x.repeat_interleave(shortcut.repeats, dim=1).unflatten(1, (out, t, s, s))
+    # [B, out, t, s, s, T, h, w] -> [B, out, T t, h s, w s]
+    x = x.permute(0, 1, 5, 2, 6, 3, 7, 4).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+    return x[:, :, t - 1 :] if step.first else x
+
+
 def decode_layers(decoder: Any, x: Tensor, cache: Sequence[Tensor] | None) -> tuple[Tensor, FrameCache]:
     """Run the decoder over the next latents; T is 1 at the beginning, without a cache: then 4 T frames."""
     step = _Step(cache)
@@ -224,7 +232,7 @@ def decode_layers(decoder: Any, x: Tensor, cache: Sequence[Tensor] | None) -> tu
         for resnet in block.resnets:
             x = _residual_block(resnet, x, step)
         if block.upsampler is not None:
-            x = _upsample(block.upsampler, x, step) + block.avg_shortcut(before, first_chunk=step.first)
+            x = _upsample(block.upsampler, x, step) + _repeat_shortcut(block.avg_shortcut, before, step)
     x = _causal(decoder.conv_out, _norm_silu(decoder.norm_out, x), step)
     return x, tuple(step.stored)
 
@@ -245,6 +253,16 @@ def _downsample(sampler: Any, x: Tensor, step: _Step) -> Tensor:
     return functional.conv3d(frames[:, :, CACHED_FRAMES - 1 :], time.weight, time.bias, stride=(2, 1, 1))
 
 
+def _average_shortcut(shortcut: Any, x: Tensor) -> Tensor:
+    """Fold frames and pixels into channels and average groups of those; an odd frame follows a black one."""
+    t, s = shortcut.factor_t, shortcut.factor_s
+    x = functional.pad(x, (0, 0, 0, 0, -x.shape[2] % t, 0))
+    x = x.unflatten(4, (-1, s)).unflatten(3, (-1, s)).unflatten(2, (-1, t))
+    # [B, C, T/t, t, h/s, s, w/s, s] -> [B, C t s s, T/t, h/s, w/s]
+    x = x.permute(0, 1, 3, 5, 7, 2, 4, 6).flatten(1, 4)
+    return x.unflatten(1, (shortcut.out_channels, shortcut.group_size)).mean(dim=2)
+
+
 def encode_layers(encoder: Any, x: Tensor, cache: Sequence[Tensor] | None) -> tuple[Tensor, FrameCache]:
     """Run the encoder over patches of the next frames ``[B, 12, T, h, w]``; T is 1 without a cache, else 4 k.
 
@@ -259,7 +277,7 @@ def encode_layers(encoder: Any, x: Tensor, cache: Sequence[Tensor] | None) -> tu
             x = _residual_block(resnet, x, step)
         if block.downsampler is not None:
             x = _downsample(block.downsampler, x, step)
-        x = x + block.avg_shortcut(before)
+        x = x + _average_shortcut(block.avg_shortcut, before)
     x = _middle_block(encoder.mid_block, x, step)
     x = _causal(encoder.conv_out, _norm_silu(encoder.norm_out, x), step)
     return x, tuple(step.stored)
