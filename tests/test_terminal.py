@@ -17,6 +17,7 @@ import pytest
 from asyncrl.commands import collect
 from asyncrl.errors import RunError
 from asyncrl.fitting.sources import load_recordings
+from asyncrl.observability import terminal
 from asyncrl.simulators.interface import SimulatorSource
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import Observations
@@ -163,6 +164,20 @@ def test_a_signal_while_modules_are_imported_gets_one_line(
 ) -> None:
     code, _, errors = interrupted(start(bench.words(name, tmp_path), tmp_path, tmp_path), number, delay)
     check_end(code, number, errors, tmp_path, 0 if name == "metrics" else None)
+
+
+def test_without_a_terminal_progress_is_lines_and_never_two_bars(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.0)
+    with terminal.progress(total=3, desc="outer") as outer:
+        for _ in range(3):
+            outer.update(len(list(terminal.progress([1], desc="inner"))))
+    said = capsys.readouterr().err
+    assert "\r" not in said
+    assert len(lines := said.splitlines()) >= 3
+    assert all(line.startswith("outer:") for line in lines)
+    assert lines[-1].startswith("outer: 100%")
 
 
 @pytest.mark.parametrize("ends_by", [KeyboardInterrupt(signal.SIGTERM), RunError("the pool gives up"), None])
