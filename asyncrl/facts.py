@@ -77,5 +77,23 @@ def check_verdicts(values: object, shape: Sequence[int], where: str) -> NDArray[
     return found > 0.5
 
 
+def check_pictures(found: Any, shape: Sequence[int], where: str) -> None:
+    """Refuse all but uint8 of a shape, -1 for any size above 0, by a ConfigError; looks at no pixel.
+
+    Example:
+        >>> check_pictures(np.zeros((2, 8, 8, 3), np.uint8), (2, -1, -1, 3), "frames")
+    """
+    kind = str(getattr(found, "dtype", type(found).__name__)).removeprefix("torch.")
+    sizes = tuple(getattr(found, "shape", ()))
+    fits = len(sizes) == len(shape) and all(
+        size == wanted or wanted < 0 < size for size, wanted in zip(sizes, shape, strict=True)
+    )
+    if kind != "uint8" or not fits:
+        expected = ", ".join("any" if size < 0 else str(size) for size in shape)
+        raise ConfigError(
+            f"{where} are {kind}{list(sizes)}, expected uint8[{expected}]: red, green and blue from 0 to 255."
+        )
+
+
 def _shown(value: object) -> str:
     return " ".join(ascii(value).split())[:80]  # In one line, also of an array.

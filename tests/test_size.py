@@ -12,14 +12,14 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CEILINGS = {
-    "": (1037, 8),
+    "": (1039, 8),
     "actors": (1138, 5),
     "commands": (2704, 14),
     "config": (1138, 6),
     "devices": (550, 5),
     "doctor": (1324, 7),
     "evaluation": (938, 5),
-    "fitting": (4179, 15),
+    "fitting": (4193, 15),
     "launch": (4629, 20),
     "learner": (3270, 16),
     "messaging": (1017, 6),
@@ -28,13 +28,13 @@ CEILINGS = {
     "replay": (4039, 18),
     "replay_tools": (1486, 8),
     "rewards": (563, 4),
-    "simulators": (4020, 21),
+    "simulators": (4023, 21),
     "storage": (2375, 10),
     "weights": (2158, 11),
-    "worlds": (5522, 24),
+    "worlds": (5532, 24),
 }
 """Package (empty: the top level) -> most lines and modules."""
-MOST_TEST_LINES = 47_000
+MOST_TEST_LINES = 47_300
 MOST_BENCHMARK_LINES = 3_500
 LONGEST_FILE, LONGEST_FUNCTION = 440, 60
 HOT_PATH = ("actors", "learner", "replay/limiter.py", "records.py")

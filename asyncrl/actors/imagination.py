@@ -30,7 +30,7 @@ from asyncrl.policies.interface import ActResult, Policy, SamplingParams
 from asyncrl.records import StartState, sampling_seed
 from asyncrl.replay.interface import Cause
 from asyncrl.rewards.interface import RewardModel, deciding_step
-from asyncrl.worlds.interface import State, World
+from asyncrl.worlds.interface import State, World, imagine
 
 CPU: Final = torch.device("cpu")
 Result = TypeVar("Result")
@@ -173,7 +173,7 @@ class WorldBackend(Backend[State]):
         acted = self.policy.act(inputs, self.sampling, [sampling_seed(seed) for seed in seeds])
         decided = DeviceEvent(self.device)
         actions = acted.actions.to(self.device)
-        new_frames, state = self.world.imagine(stage.state_of(rows), actions, seeds)
+        new_frames, state = imagine(self.world, stage.state_of(rows), actions, seeds)
         imagined = DeviceEvent(self.device)
         scores = self.reward.score(new_frames, tasks_B)
         scored = DeviceEvent(self.device)

@@ -27,7 +27,7 @@ from asyncrl.simulators.rollout import SimulatedEpisode
 from asyncrl.storage import media
 from asyncrl.storage.atomic import replacing
 from asyncrl.storage.media import GREEN, INK, RED, captioned, enlarged, in_columns, in_row
-from asyncrl.worlds.interface import State, World
+from asyncrl.worlds.interface import State, World, imagine
 
 PAIRS: Final = 16  # Most episodes on a contact sheet.
 RATE: Final = 10  # Steps per second of a movie.
@@ -53,7 +53,8 @@ def _imagine_together(world: World[State], episodes: Sequence[SimulatedEpisode])
     state = world.start([start_of(episode) for episode in episodes], decisions=decisions)
     for decision in range(decisions):
         actions = actions_BFA[:, 1 + chunk * decision : 1 + chunk * (decision + 1)]
-        frames, state = world.imagine(state, actions, [episode.seed + decision for episode in episodes])
+        seeds = [episode.seed + decision for episode in episodes]
+        frames, state = imagine(world, state, actions, seeds)
         require_finite("world model", frames=state.finite)
         parts.append(frames.cpu().numpy())
         process_status.progress()

@@ -28,7 +28,7 @@ from asyncrl.records import Episode, StartState, episode_seed, noise_seed, sampl
 from asyncrl.rewards.interface import RewardModel, deciding_step
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import Observations, Play, SimulatedEpisode, rollout
-from asyncrl.worlds.interface import World
+from asyncrl.worlds.interface import World, imagine
 
 TO_THE_END: Final = 1_000_000  # Decisions past a success: the simulator carries out all that was imagined.
 
@@ -73,7 +73,7 @@ class AuditModels:
             require_finite(self.policy_name, actions=acted.actions, log_probs=acted.logprob)
             chosen.append(acted.actions.float().cpu().numpy())
             actions = torch.from_numpy(chosen[-1]).to(self.world.device)
-            frames, state = self.world.imagine(state, actions, noise)
+            frames, state = imagine(self.world, state, actions, noise)
             require_finite("world model", frames=state.finite)
             scored.append(scores_of(self.reward, frames, tasks))
             drawn.append(frames.cpu().numpy())
@@ -306,7 +306,7 @@ def _imagine_members(
             state = state.select([in_state.index(member) for member in members])
         actions_BCA = torch.from_numpy(np.stack([episodes[member].actions[n] for member in members]))
         seeds = [int(episodes[member].noise_seeds[n]) for member in members]
-        frames, state = world.imagine(state, actions_BCA.to(world.device), seeds)
+        frames, state = imagine(world, state, actions_BCA.to(world.device), seeds)
         require_finite("world model", frames=state.finite)
         scores_BC = scores_of(reward, frames, [start.task] * len(members))
         frames_BCHW3, in_state = frames.cpu().numpy(), members

@@ -10,7 +10,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +24,12 @@ from asyncrl.records import dummy_action
 from asyncrl.simulators.interface import SimStart
 from asyncrl.simulators.rollout import SimulatedEpisode
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 _log = logging.getLogger(__name__)
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "BMP")
+_MODES: Final = ("1", "L", "LA", "P", "PA", "RGB", "RGBA")
 AS_STORED: Final = DataSetSettings()
 
 
@@ -245,15 +249,31 @@ def place_picture(picture: NDArray[np.uint8], settings: DataSetSettings) -> NDAr
 
 
 def decode_picture(content: bytes, size: Sequence[int] = ()) -> NDArray[np.uint8]:
-    """Decode a file with one picture of a size (empty: up to `PIXELS`); a ValueError refuses others."""
-    from PIL import Image
+    """Decode one picture of a size (empty: up to `PIXELS`), upright; a ValueError refuses other files."""
+    from PIL import Image, ImageOps
 
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            found = (image.height, image.width)
-            if max(found) > PIXELS or (size and found != tuple(size)):
-                wanted = f"{size[0]} x {size[1]}" if size else f"at most {PIXELS} x {PIXELS}"
-                raise ValueError(f"a picture has {found[0]} x {found[1]} pixels, expected {wanted}")
-            return np.asarray(image.convert("RGB"))
+            found, wanted = (image.height, image.width), f"at most {PIXELS} x {PIXELS}"
+            if max(found) <= PIXELS:
+                if has := _unclear(image):
+                    raise ValueError(
+                        f"it has {has}: save one opaque picture with 8 bits of red, green and blue"
+                    )
+                upright = ImageOps.exif_transpose(image).convert("RGB")
+                found, wanted = (upright.height, upright.width), " x ".join(map(str, size))
+                if not size or found == tuple(size):
+                    return np.asarray(upright)
+            raise ValueError(f"a picture has {found[0]} x {found[1]} pixels, expected {wanted}")
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"a picture cannot be read ({error})") from error
+
+
+def _unclear(image: Image.Image) -> str:
+    """Return what a file has that no 8 bits of red, green and blue stand for; empty if nothing."""
+    if image.mode not in _MODES:
+        return f"{image.mode} pixels"
+    if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:
+        return "several pictures"
+    clear = image.has_transparency_data and np.asarray(image.convert("RGBA"))[..., 3].min() < 255
+    return "transparent pixels" if clear else ""

@@ -373,6 +373,8 @@ class _Movie:
                         f"its frames have {found[0]} x {found[1]} pixels, but meta/info.json says "
                         f"{self._size[0]} x {self._size[1]}"
                     )
+                if turned := getattr(self._frame, "rotation", 0):
+                    raise ValueError(f"its frames are to be turned by {turned} degrees: write them upright")
                 picture = self._frame.to_ndarray(format="rgb24")
             yield picture
 

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import AssetError, ConfigError, first_line
-from asyncrl.facts import check_instructions, check_verdicts
+from asyncrl.facts import check_instructions, check_pictures, check_verdicts
 from asyncrl.records import POSE_DIM
 from asyncrl.simulators.interface import SimStart
 from asyncrl.simulators.rollout import SimulatedEpisode
@@ -319,8 +319,7 @@ def read_part(path: Path) -> RecordingFile:
     """Read everything of a file but its pictures."""
     with _opened(path) as file:
         frames, success = dataset_in(file, "frames"), dataset_in(file, "success")[:]
-        if len(frames.shape) != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8:
-            raise ValueError(f"frames are {frames.dtype}{list(frames.shape)}")
+        check_pictures(frames, (-1, -1, -1, 3), f"{path}: frames")
         actions, seeds = dataset_in(file, "actions")[:], dataset_in(file, "seeds")[:]
         if actions.dtype.kind not in "fiu":
             raise ValueError(f"actions are {actions.dtype}, expected float32")

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError, first_line
-from asyncrl.facts import check_array, check_instruction, check_verdicts
+from asyncrl.facts import check_array, check_instruction, check_pictures, check_verdicts
 from asyncrl.fitting.data_sets import DataSet, check_numbers, place_picture
 from asyncrl.fitting.recording_files import UNREADABLE, Looks
 from asyncrl.fitting.settings import NONE, DataSetSettings
@@ -79,6 +79,7 @@ class RobomimicFile(DataSet):
             seen = list(map(str, obs))
             sizes = {key: size for key in seen if (size := _picture_size(obs, key))}
             height, width = self.choose_cameras(sizes)
+            self._stored = {key: dataset_in(obs, key).shape[1:] for key in self.cameras}
             keys = [key for key in map(str, demo) if _described(demo, key) is not None]
             state_keys = [key for key in seen if key not in sizes]
             self.choose_keys(keys, state_keys, action="actions", states=_STATES, reward="rewards")
@@ -179,8 +180,7 @@ class RobomimicFile(DataSet):
                 dataset_in(file, f"data/{name}/{of}/{key}") for of in ("obs", "next_obs")[: 1 + after]
             ]
             for stored in all_stored:
-                if len(stored) != steps:
-                    raise ValueError(f"{name} has {steps} actions and {len(stored)} pictures of {key}")
+                check_pictures(stored, (steps, *self._stored[key]), f"{self.path} {name}: pictures of {key}")
             sources = [(all_stored[0], step) for step in kept] + [(all_stored[-1], -1)] * after
             for row, (source, step) in enumerate(sources):
                 picture = source[step]
@@ -341,7 +341,7 @@ def _described(group: h5py.Group, name: str) -> h5py.Dataset | None:
 
 def _picture_size(obs: h5py.Group, key: str) -> tuple[int, int] | None:
     found = _described(obs, key)
-    if found is None or found.ndim != 4 or found.dtype != np.uint8:
+    if found is None or found.ndim != 4 or not found.size:
         return None
     if found.shape[-1] == 3:
         return found.shape[1], found.shape[2]

@@ -23,7 +23,7 @@ from asyncrl.devices.offload import OffloadedTensors
 from asyncrl.devices.tensors import all_finite
 from asyncrl.episode_layout import sample_specs
 from asyncrl.errors import ConfigError
-from asyncrl.facts import check_instructions
+from asyncrl.facts import check_instructions, check_pictures
 from asyncrl.launch.simulated import sample_format
 from asyncrl.learner.interface import describe_tensor
 from asyncrl.policies.interface import ActResult, Policy, SamplingParams
@@ -360,7 +360,7 @@ def _play(report: Reporter, simulator: Simulator, number: int) -> list[Seen]:
             break
     for seen in shown:
         size = (spec.places, len(spec.cameras), spec.image_size, spec.image_size, 3)
-        report.array("seen.images", seen.images, "uint8", size, np.ndarray)
+        check_pictures(seen.images, size, f"{report.name}, whose seen.images")
         report.array("seen.states", seen.states, "float32", (spec.places, spec.state_dim), np.ndarray)
         if spec.poses:
             report.array("seen.poses", seen.poses, "float32", (spec.places, POSE_DIM), np.ndarray)

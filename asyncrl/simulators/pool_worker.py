@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.facts import check_array, check_instructions, check_verdicts
+from asyncrl.facts import check_array, check_instructions, check_pictures, check_verdicts
 from asyncrl.observability.signals import die_with_parent
 from asyncrl.simulators.interface import Demonstrator, HasExpert, Seen, SimStart, Simulator, SimulatorSource
 
@@ -120,7 +120,7 @@ class Worker:
                 f"{spec.name} begins {begun.name} with {task!r}, which is none of its {len(spec.tasks)} "
                 "spec.tasks. Let both say the same, or spec.tasks be empty."
             )
-        return {"place": place, "task": task, **_stacked(_SEEN, [self._row(seen, 0)])}
+        return {"place": place, "task": task, **_stacked(_SEEN, [self._row(seen, 0, 1)])}
 
     def _play(self, turns: list[_Turn]) -> list[Message]:
         while going := [turn for turn in turns if not turn.over]:
@@ -145,9 +145,10 @@ class Worker:
                 if ended:
                     self._playing.discard(turn.place)
                 if wanted or (turn.over and turn.frames == "last"):  # It may end before its last step.
-                    seen = stepped.seen
-                    seen, row = (self._simulator.look([turn.place]), 0) if seen is None else (seen, row)
-                    turn.seen.append(self._row(seen, row))
+                    if stepped.seen is None:
+                        turn.seen.append(self._row(self._simulator.look([turn.place]), 0, 1))
+                    else:
+                        turn.seen.append(self._row(stepped.seen, row, len(going)))
         return [
             {
                 "place": turn.place,
@@ -159,15 +160,18 @@ class Worker:
             for turn in turns
         ]
 
-    def _row(self, seen: Seen, row: int) -> tuple[Any, ...]:
+    def _row(self, seen: Seen, row: int, rows: int) -> tuple[Any, ...]:
         spec = self._simulator.spec
+        size = (rows, len(spec.cameras), spec.image_size, spec.image_size, 3)
+        check_pictures(seen.images, size, f"pictures of {spec.name}")
+        states = check_array(seen.states, (rows, spec.state_dim), f"state of {spec.name}")
         if (seen.poses is not None) != spec.poses:
             raise ConfigError(
                 f"{spec.name} shows {'no poses' if seen.poses is None else 'poses'}, but its spec says poses="
                 f"{spec.poses}. Let both say the same."
             )
         pose = np.zeros(0) if seen.poses is None else seen.poses[row].copy()
-        return seen.images[row].copy(), seen.states[row].copy(), pose
+        return np.array(seen.images[row]), states[row].copy(), pose
 
 
 _SEEN = {"frames": np.uint8, "states": np.float32, "poses": np.float32}

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.facts import check_array, check_instruction, check_verdicts
+from asyncrl.facts import check_array, check_instruction, check_pictures, check_verdicts
 from asyncrl.simulators.interface import Seen, SimStart, SimulatorSpec, Stepped, check_step
 
 
@@ -195,7 +195,7 @@ class VectorEnvSimulator:
         all_rewards = check_array(_array(numbers[0]), shape, f"{where} rewards").astype(np.float32)
         all_terminated = check_verdicts(_array(numbers[1]), shape, f"{where} terminated")
         all_truncated = check_verdicts(_array(numbers[2]), shape, f"{where} truncated")
-        self._shown = np.array(_value_at(observation, self._image_key), np.uint8)
+        self._shown = self._picture(observation, len(batch))
         if self._mode == "DISABLED":
             self._must_reset = all_terminated | all_truncated
         rewards, terminated, truncated = all_rewards[rows], all_terminated[rows], all_truncated[rows]
@@ -227,7 +227,7 @@ class VectorEnvSimulator:
     def _reset_env(self, mask: NDArray[np.bool_]) -> tuple[Any, Mapping[str, Any]]:
         seeds = [int(seed) if masked else None for seed, masked in zip(self._seeds, mask, strict=True)]
         observation, infos = self._env.reset(seed=seeds, options={"reset_mask": mask.copy()})
-        shown = np.array(_value_at(observation, self._image_key), np.uint8)
+        shown = self._picture(observation, len(mask))
         if self._shown is not None:
             kept = [int(i) for i in np.flatnonzero(~mask) if not np.array_equal(shown[i], self._shown[i])]
             if kept:
@@ -240,8 +240,14 @@ class VectorEnvSimulator:
         self._must_reset &= ~mask
         return observation, infos
 
+    def _picture(self, observation: Any, *places: int) -> NDArray[np.uint8]:
+        found, size = _value_at(observation, self._image_key), self.spec.image_size
+        check_pictures(found, (*places, size, size, 3), f"pictures of {self.spec.name}")
+        return found.copy()
+
     def _keep_seen(self, observation: Any, rows: list[int]) -> None:
-        self._images[rows] = _value_at(observation, self._image_key)[rows]
+        assert self._shown is not None
+        self._images[rows] = self._shown[rows]
         if self.spec.state_dim:
             self._states[rows] = _value_at(observation, self._state_key)[rows].reshape(len(rows), -1)
 
@@ -254,7 +260,7 @@ class VectorEnvSimulator:
                     f"{self.spec.name} says autoreset_mode SAME_STEP, but info['final_obs'] does not have "
                     f"what the episode in place {row} ended with. Use NEXT_STEP or DISABLED."
                 )
-            self._images[row] = _value_at(last, self._image_key)
+            self._images[row] = self._picture(last)
             if self.spec.state_dim:
                 self._states[row] = _value_at(last, self._state_key).reshape(-1)
 

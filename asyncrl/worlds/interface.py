@@ -15,9 +15,20 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from asyncrl.config.sections import ImaginationSettings, WorldDefaults
+from asyncrl.facts import check_pictures
 from asyncrl.records import ActionSpec, ModelSummary, SlotBytes, StartState
 
 State = TypeVar("State", bound="WorldState")
+
+
+def imagine(
+    world: World[State], state: State, actions: Tensor | NDArray[np.float32], noise_seeds: Sequence[int]
+) -> tuple[Tensor, State]:
+    """Draw frames by `World.imagine`, and refuse others than it promises."""
+    frames, state = world.imagine(state, actions, noise_seeds)
+    size = (len(noise_seeds), world.action_spec.chunk, world.image_size, world.image_size, 3)
+    check_pictures(frames, size, "frames of --world, by imagine(),")
+    return frames, state
 
 
 class WorldState(Protocol):

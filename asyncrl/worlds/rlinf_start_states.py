@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from asyncrl.errors import AssetError, first_line
+from asyncrl.facts import check_pictures
 from asyncrl.observability.terminal import progress
 from asyncrl.records import ACTION_DIM, POSE_DIM, StartState
 from asyncrl.storage.untrusted import files_in, read_bytes
@@ -91,14 +92,8 @@ def resized(images_NHW3: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
 
 
 def _image(frame: Mapping[str, Any], file: Path) -> NDArray[np.uint8]:
-    image = frame.get("image")
-    if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim != 3:
-        seen = f"{image.dtype}{list(image.shape)}" if isinstance(image, np.ndarray) else type(image).__name__
-        raise AssetError(f"{file}: 'image' is {seen}, expected uint8 [H, W, 3]. Use RLinf's layout.")
-    if image.shape[2] != 3 or not image.size:
-        raise AssetError(
-            f"{file}: 'image' has the shape {list(image.shape)}, expected [H, W, 3]. Use RLinf's layout."
-        )
+    image: Any = frame.get("image")
+    check_pictures(image, (-1, -1, 3), f"{file}: pictures")
     return image
 
 

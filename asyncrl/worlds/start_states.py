@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import AssetError, ConfigError
+from asyncrl.facts import check_pictures
 from asyncrl.records import ACTION_DIM, POSE_DIM, StartState
 from asyncrl.storage.atomic import replacing
 from asyncrl.storage.untrusted import dataset_in, files_in, open_hdf5
@@ -110,6 +111,9 @@ def _read(path: Path, file: h5py.File) -> list[StartState]:
         raise AssetError(f"{path} is not a file of start states (format {file.attrs['format']!r}).")
     arrays = {name: np.asarray(dataset_in(file, name)) for name in map(str, file)}
     frames = arrays["frame"]
+    check_pictures(frames, (-1, -1, -1, 3), f"{path}: frames")
+    if (context := arrays.get("context_frames")) is not None:
+        check_pictures(context, (len(frames), -1, *frames.shape[1:]), f"{path}: context_frames")
     none = (np.zeros((0, *frames.shape[1:]), np.uint8), np.zeros((0, ACTION_DIM), np.float32))
     poses, elapsed = arrays.get("ee_pose"), arrays.get("elapsed", np.zeros(len(frames), np.int64))
     for name, array, kind, shape in (

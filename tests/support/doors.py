@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import inspect
+import io
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,8 +20,10 @@ from typing import Any, ClassVar
 import h5py
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from asyncrl.evaluation.contact_sheet import imagine_again
 from asyncrl.evaluation.success_rate import evaluate
 from asyncrl.fitting.robomimic import open_libero
 from asyncrl.fitting.settings import DataSetSettings
@@ -28,6 +31,7 @@ from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.starts import keyframe_states, picture_starts
 from asyncrl.launch.conformance import check_simulator
 from asyncrl.policies.openvla.preprocess import PromptTokenizer, build_word_tokenizer, words_for
+from asyncrl.records import ActionSpec
 from asyncrl.rewards.resnet import ResNetReward, RewardConfig, RewardNetwork, save_reward
 from asyncrl.simulators.interface import Seen, SimStart, SimulatorSource, SimulatorSpec, Stepped
 from asyncrl.simulators.one_by_one import OneByOne, Outcome
@@ -38,7 +42,7 @@ from asyncrl.worlds.start_states import load_start_states
 
 TASK = "put the cube on the \u00e9tag\u00e8re"
 STEPS, SIDE = 20, 32
-PLAYED = ("instruction", "success", "reward", "end")
+PLAYED = ("instruction", "success", "reward", "end", "picture")
 """Facts that simulators say."""
 
 
@@ -53,6 +57,8 @@ class Read:
     task: str | None = None
     solved: bool | None = None
     terminated: bool | None = None
+    picture: bytes | None = None
+    """Levels of the first picture, ``[H, W, 3]``."""
 
 
 Door = Callable[..., Read]
@@ -98,6 +104,16 @@ def noise(steps: int = STEPS) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (steps, SIDE, SIDE, 3), dtype=np.uint8)
 
 
+PICTURE = noise(1)[0]
+
+
+def shown(picture: Any, steps: int = STEPS) -> np.ndarray:
+    """A picture in all steps."""
+    if not isinstance(picture, np.ndarray):
+        raise Unstorable
+    return np.repeat(picture[None], steps, axis=0)
+
+
 def moves(steps: int = STEPS) -> np.ndarray:
     """Actions ``[steps, 7]``, in which the gripper closes on the way."""
     actions = np.random.default_rng(0).uniform(-1, 1, (steps, 7)).astype(np.float32)
@@ -105,19 +121,23 @@ def moves(steps: int = STEPS) -> np.ndarray:
     return actions
 
 
-def write_recording(path: Path, instruction: Any, success: Any, steps: int = STEPS) -> Path:
+def write_recording(
+    path: Path, instruction: Any, success: Any, steps: int = STEPS, picture: Any = PICTURE
+) -> Path:
     with h5py.File(path, "w") as file:
         file.attrs.update(format="asyncrl-recordings-2", simulator="mine", cameras=json.dumps(["main"]))
-        file["frames"], file["actions"], file["success"] = noise(steps), moves(steps), column(success, steps)
+        file["frames"], file["actions"] = shown(picture, steps), moves(steps)
+        file["success"] = column(success, steps)
         file["offsets"], file["tasks"] = [0, steps], np.array([text(instruction)])
         file["seeds"], file["task_ids"] = [0], [-1]
     return path
 
 
 @door
-def recordings(folder: Path, instruction: Any = TASK, success: Any = 1) -> Read:
-    read = load_recordings([write_recording(folder / "part-00000.h5", instruction, success)])
-    return Read(task=read.tasks[0], solved=bool(read.solved()[0]))
+def recordings(folder: Path, instruction: Any = TASK, success: Any = 1, picture: Any = PICTURE) -> Read:
+    path = write_recording(folder / "part-00000.h5", instruction, success, picture=picture)
+    read = load_recordings([path])
+    return Read(task=read.tasks[0], solved=bool(read.solved()[0]), picture=read.frames[0].tobytes())
 
 
 @door
@@ -126,11 +146,13 @@ def key_frames(folder: Path, instruction: Any = TASK) -> Read:
     return Read(task=keyframe_states(read, 4)[0].task)
 
 
-def write_demonstration(path: Path, key: str = "", value: Any = None, **attributes: Any) -> Path:
+def write_demonstration(
+    path: Path, key: str = "", value: Any = None, picture: Any = PICTURE, **attributes: Any
+) -> Path:
     with h5py.File(path, "w") as file:
         data = file.create_group("data")
         demo = data.create_group("demo_0")
-        demo["obs/agentview_image"], demo["actions"] = noise(), moves()
+        demo["obs/agentview_image"], demo["actions"] = shown(picture), moves()
         if key:
             demo[key] = column(value)
         for name, given in attributes.items():
@@ -141,12 +163,30 @@ def write_demonstration(path: Path, key: str = "", value: Any = None, **attribut
 
 def read_demonstration(path: Path, **settings: Any) -> Read:
     read = load_recordings([path], DataSetSettings(**settings))
-    return Read(task=read.tasks[0], solved=bool(read.solved()[0]))
+    first = read.frames[int(read.offsets[-2])]  # Of the last demonstration.
+    return Read(task=read.tasks[0], solved=bool(read.solved()[0]), picture=first.tobytes())
 
 
 @door
 def robomimic_attributes(folder: Path, instruction: Any = TASK, success: Any = 1) -> Read:
     return read_demonstration(write_demonstration(folder / "a.hdf5", task=instruction, success=success))
+
+
+@door
+def robomimic_pictures(folder: Path, picture: Any = PICTURE) -> Read:
+    if np.shape(picture)[:1] == (3,):
+        raise Unstorable  # Colours first are read too.
+    return read_demonstration(write_demonstration(folder / "a.hdf5", picture=picture, task=TASK))
+
+
+@door
+def robomimic_later_pictures(folder: Path, picture: Any = PICTURE) -> Read:
+    path = write_demonstration(folder / "a.hdf5", task=TASK)
+    with h5py.File(path, "a") as file:
+        file.copy("data/demo_0", "data/demo_1")
+        del file["data/demo_1/obs/agentview_image"]
+        file["data/demo_1/obs/agentview_image"] = shown(picture)
+    return read_demonstration(path)
 
 
 @door
@@ -172,7 +212,11 @@ def dataset_task(folder: Path, instruction: Any = TASK) -> Read:
 
 
 @door
-def libero_demonstrations(folder: Path, instruction: Any = TASK, success: Any = 1) -> Read:
+def libero_demonstrations(
+    folder: Path, instruction: Any = TASK, success: Any = 1, picture: Any = PICTURE
+) -> Read:
+    if np.shape(picture)[:1] == (3,):
+        raise Unstorable  # Colours first are read too.
     with h5py.File(folder / "any.hdf5", "w") as file:
         data = file.create_group("data")
         if isinstance(instruction, bytes | list):
@@ -182,17 +226,17 @@ def libero_demonstrations(folder: Path, instruction: Any = TASK, success: Any = 
         demo["actions"], demo["rewards"] = moves(), column(success)
         demo["obs/ee_states"], demo["obs/gripper_states"] = np.zeros((STEPS, 6)), np.zeros((STEPS, 2))
         for camera in ("agentview_rgb", "eye_in_hand_rgb"):
-            demo[f"obs/{camera}"] = noise()
+            demo[f"obs/{camera}"] = shown(picture)
     (read,) = open_libero([folder / "any.hdf5"], "libero_90", ["agentview"])
     (episode,) = read.episodes()
-    return Read(task=episode.task, solved=episode.solved)
+    upright = episode.frames[0, ::-1, ::-1].tobytes()
+    return Read(task=episode.task, solved=episode.solved, picture=upright)
 
 
 @door
-def lerobot(folder: Path, instruction: Any = TASK, success: Any = 1) -> Read:
+def lerobot(folder: Path, instruction: Any = TASK, success: Any = 1, picture_file: bytes = b"") -> Read:
     pa, pq, _ = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet", "av"))
-    Image.fromarray(noise(1)[0]).save(folder / "picture.png")
-    picture = {"bytes": (folder / "picture.png").read_bytes(), "path": None}
+    picture = {"bytes": picture_file or picture_as(), "path": None}
     verdicts, one = column(success).tolist(), {"shape": [1], "names": None}
     rows = [
         {
@@ -228,28 +272,55 @@ def lerobot(folder: Path, instruction: Any = TASK, success: Any = 1) -> Read:
 
 
 @door
-def rlinf_trajectories(folder: Path, instruction: Any = TASK) -> Read:
+def rlinf_trajectories(folder: Path, instruction: Any = TASK, picture: Any = PICTURE) -> Read:
     frames = np.empty(1, object)
-    frames[0] = {"image": noise(1)[0], "delta_action": moves(1)[0], "instruction": instruction}
+    frames[0] = {"image": picture, "delta_action": moves(1)[0], "instruction": instruction}
     try:
         np.save(folder / "traj0.npy", frames, allow_pickle=True)
     except UnicodeEncodeError as error:
         raise Unstorable from error
-    return Read(task=load_start_states(folder)[0].task)
+    (read,) = load_start_states(folder)
+    return Read(task=read.task, picture=read.frame.tobytes())
 
 
 @door
-def start_states(folder: Path, instruction: Any = TASK) -> Read:
+def start_states(folder: Path, instruction: Any = TASK, picture: Any = PICTURE) -> Read:
     with h5py.File(folder / "starts.h5", "w") as file:
         file.attrs["format"] = "asyncrl-start-states-1"
         file["name"], file["task"] = np.array([b"one"]), np.array([text(instruction)])
-        file["frame"], file["context_length"] = noise(1), [0]
-    return Read(task=load_start_states(folder / "starts.h5")[0].task)
+        file["frame"], file["context_length"] = shown(picture, 1), [0]
+    (read,) = load_start_states(folder / "starts.h5")
+    return Read(task=read.task, picture=read.frame.tobytes())
 
 
-def read_pictures(folder: Path, instructions: Path) -> Read:
-    Image.fromarray(noise(1)[0]).save(folder / "a.png")
-    return Read(task=picture_starts(folder, instructions, DataSetSettings(), 1)[0].task)
+@door
+def contexts(folder: Path, picture: Any = PICTURE) -> Read:
+    with h5py.File(folder / "starts.h5", "w") as file:
+        file.attrs["format"] = "asyncrl-start-states-1"
+        file["name"], file["task"], file["frame"] = np.array([b"one"]), np.array([TASK.encode()]), noise(1)
+        file["context_length"], file["context_actions"] = [4], moves(4)[None]
+        file["context_frames"] = shown(picture, 4)[None]
+    (read,) = load_start_states(folder / "starts.h5")
+    return Read(picture=read.context_frames[0].tobytes())
+
+
+def picture_as(kind: str = "PNG", picture: Image.Image | None = None, **settings: Any) -> bytes:
+    """A picture file."""
+    file = io.BytesIO()
+    (picture or Image.fromarray(PICTURE)).save(file, kind, **settings)
+    return file.getvalue()
+
+
+def read_pictures(folder: Path, instructions: Path, content: bytes = b"") -> Read:
+    (folder / "a.png").write_bytes(content or picture_as())
+    (read,) = picture_starts(folder, instructions, DataSetSettings(), 1)
+    return Read(task=read.task, picture=read.frame.tobytes())
+
+
+@door
+def picture_folders(folder: Path, picture_file: bytes) -> Read:
+    (folder / "i.txt").write_text(TASK)
+    return read_pictures(folder, folder / "i.txt", picture_file)
 
 
 @door
@@ -311,11 +382,17 @@ class Own:
         return Stepped(self.look(places), rewards, success, ends, np.full(count, last))
 
     def look(self, places: list[int]) -> Seen:
-        shown = np.full((len(places), 1, SIDE, SIDE, 3), self.seed % 200 + self.steps, np.uint8)
-        return Seen(shown, np.zeros((len(places), 0), np.float32))
+        return Seen(seen_by(self, len(places), 1), np.zeros((len(places), 0), np.float32))
 
     def close(self) -> None:
         pass
+
+
+def seen_by(simulator: Any, *places: int) -> Any:
+    """The picture of `Own.facts` in each place, or one that tells seed and step."""
+    level = np.full((SIDE, SIDE, 3), simulator.seed % 200 + simulator.steps, np.uint8)
+    picture = Own.facts.get("picture", level)
+    return np.tile(picture, (*places, *[1] * picture.ndim)) if isinstance(picture, np.ndarray) else picture
 
 
 class OwnPlace:
@@ -332,7 +409,7 @@ class OwnPlace:
         return Outcome(success=success, reward=Own.facts.get("reward"), terminated=end)
 
     def look(self) -> tuple[np.ndarray, np.ndarray]:
-        return np.full((1, SIDE, SIDE, 3), self.seed % 200 + self.steps, np.uint8), np.zeros(0, np.float32)
+        return seen_by(self, 1), np.zeros(0, np.float32)
 
 
 class OwnPlaces(OneByOne[OwnPlace]):
@@ -366,7 +443,7 @@ class Environment:
         pass
 
     def _see(self) -> np.ndarray:
-        return np.full((1, SIDE, SIDE, 3), self.seed % 200 + self.steps, np.uint8)
+        return seen_by(self, 1)
 
 
 def own_environment(places: int, image_size: int) -> VectorEnvSimulator:
@@ -384,7 +461,8 @@ def play(name: str, **facts: Any) -> Read:
     with SimulatorPool(SimulatorSource(name=f"support.doors:{name}"), workers=0) as pool:
         start = SimStart(name="own/seed-1", task="", seed=1)
         _, (episode,) = evaluate(pool, still, [Play(start=start)])
-    return Read(task=episode.task, solved=episode.solved, terminated=episode.terminated)
+    first = episode.frames[0].tobytes()
+    return Read(task=episode.task, solved=episode.solved, terminated=episode.terminated, picture=first)
 
 
 @door
@@ -429,6 +507,35 @@ def chosen_of_tasks(folder: Path, instruction: Any = TASK) -> Read:
     Own.facts = {"tasks": ("open the drawer", TASK)}
     (number,) = chosen_tasks(Own().spec, [instruction])
     return Read(task=Own().spec.tasks[number])
+
+
+class OwnWorld:
+    """A world that draws one picture."""
+
+    image_size, action_spec = SIDE, ActionSpec()
+
+    def __init__(self, picture: Any) -> None:
+        self.picture = picture
+
+    def start(self, states: Any, *, decisions: int) -> None:
+        pass
+
+    def imagine(self, state: Any, actions: np.ndarray, seeds: Any) -> tuple[Any, Any]:
+        drawn = torch.from_numpy(np.tile(self.picture, (len(actions), 8, *[1] * self.picture.ndim)))
+        return drawn, SimpleNamespace(finite=torch.ones(len(actions), dtype=torch.bool))
+
+
+@door
+def own_world(folder: Path, picture: Any = PICTURE) -> Read:
+    if not isinstance(picture, np.ndarray):
+        raise Unstorable
+    path = write_recording(folder / "part-00000.h5", TASK, 1)
+    read = load_recordings([path])
+    episode: Any = SimpleNamespace(
+        actions=read.actions, frames=read.frames[:STEPS], task=TASK, seed=0, poses=read.poses
+    )
+    world: Any = OwnWorld(picture)
+    return Read(picture=imagine_again(world, [episode])[0][1].tobytes())
 
 
 # ---- the prompt ----
