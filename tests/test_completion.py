@@ -40,7 +40,7 @@ EXPECTED = {
     "asyncrl train --no-i": ["--no-inline"],
     "asyncrl train --algorithm.kind ": ["grpo", "ppo"],
     "asyncrl status --no": [],
-    "asyncrl runs gc --": ["--help", "--keep-checkpoints", "--yes"],
+    "asyncrl runs --": ["--help", "--json"],
 }
 
 

@@ -49,7 +49,6 @@ OF_REPLAY: Final = (
     *(f"list {place}" for place in (LONG, "{w}/pipe", "{w}/file", f"{{m}}/run --version {HUGE}")),
     *(f"show {{m}}/run {LONG}", "show {m}/run 0 0", f"export {{m}}/run --out {LONG}"),
     *("verify {w}/circle", "verify \udcff", f"imagine {{m}}/run {HUGE}"),
-    "compact {m}/run --codec nothing",
 )
 CALLS: Final = (
     *(f"{TINY} --seed {value}" for value in (HUGE, "1e400", "nan", DIGITS, "%20", "0x10", "١٢")),

@@ -57,7 +57,7 @@ ENDING: Final = {
     **{f"replay {one}": f"replay {one} {{m}}/replayed" for one in ("list", "stats", "verify")},
     "check": "check policy {m}/policy",
     "doctor": "doctor",
-    "runs": "runs list {m}",
+    "runs": "runs {m}",
     "keys": "keys {new}/keys",
     "metrics": "metrics",
     "completion": "completion bash",

@@ -1,6 +1,6 @@
-"""`asyncrl replay list|show|video|sheet|stats|verify|imagine|export|prune|compact`: look into a replay.
+"""`asyncrl replay list|show|video|sheet|stats|verify|imagine|export|prune`: look into a replay.
 
-All works on a live run except `prune` and `compact`, which alone change files and refuse on a live run.
+All works on a live run except `prune`, which alone changes files and refuses on a live run.
 Only `imagine` runs models, and imports what they need when it does.
 """
 
@@ -21,7 +21,7 @@ from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.records import Episode, StartState
 from asyncrl.replay_tools.episodes import ReplayCommand, find_group
 from asyncrl.replay_tools.export_episodes import Export
-from asyncrl.replay_tools.files import Compact, Prune, Verify
+from asyncrl.replay_tools.files import Prune, Verify
 from asyncrl.replay_tools.pictures import Comparison, Sheet, Video, comparison_table
 from asyncrl.replay_tools.tables import ListEpisodes, Show, Stats
 
@@ -163,7 +163,7 @@ ARGUMENTS: Any = tyro.conf.FlagCreatePairsOff[
     subcommands(
         {
             **{"list": ListEpisodes, "show": Show, "video": Video, "sheet": Sheet, "stats": Stats},
-            **{"verify": Verify, "imagine": Imagine, "export": Export, "prune": Prune, "compact": Compact},
+            **{"verify": Verify, "imagine": Imagine, "export": Export, "prune": Prune},
         }
     )
 ]

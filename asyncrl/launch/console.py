@@ -23,7 +23,7 @@ from asyncrl.observability.metrics import Readings
 from asyncrl.records import returns_differ
 from asyncrl.storage import assets, checkpoint
 from asyncrl.storage.assets import simulator_named
-from asyncrl.storage.run_folder import BEST, recorded_start
+from asyncrl.storage.run_folder import BEST, record_start
 from asyncrl.storage.untrusted import read_json_lines
 
 if TYPE_CHECKING:
@@ -369,16 +369,15 @@ def opened_log(config: TrainConfig, start: LearnerStart) -> Iterator[MetricsLogg
         sent = trackers.Trackers(config.log_with, start.run_dir, log.banner, command=command)
         stack.enter_context(sent)  # Ended last: it reads what the log wrote.
         stack.enter_context(log)
-        kept = recorded_start(
+        record_start(
             start.run_dir,
             attempt=start.identity.attempt,
             command=command,
             version=start.version,
-            updates=config.updates,
             tell=log.banner,
         )
         told = _tell_nothing_learned(config.algorithm, log.banner)
-        log.readers += [sent.note, stack.enter_context(kept), told]
+        log.readers += [sent.note, told]
         if config.monitor.listen:
             from asyncrl.observability import monitor
 

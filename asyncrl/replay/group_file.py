@@ -1,7 +1,7 @@
 """Write, check and read the HDF5 file of one complete group; docs/replay_format.md has its layout.
 
-Everything is a number or fixed-length UTF-8 bytes; nothing is compressed or chunked, except images that
-`asyncrl replay compact` rewrote. `sealed_file` adds the footer.
+Everything is a number or fixed-length UTF-8 bytes; nothing is compressed or chunked, except images in files
+that earlier versions compressed. `sealed_file` adds the footer.
 """
 
 from __future__ import annotations

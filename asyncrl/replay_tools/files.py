@@ -1,4 +1,4 @@
-"""Run `asyncrl replay verify`, `prune` and `compact`: check a replay's files, and make it smaller."""
+"""Run `asyncrl replay verify` and `prune`: check a replay's files, and delete those that are not needed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final
-
-import h5py
+from typing import Annotated
 
 from asyncrl.config.bounds import AtLeast
 from asyncrl.errors import ReplayError
@@ -16,18 +14,12 @@ from asyncrl.records import Episode
 from asyncrl.replay.admission import problem_with
 from asyncrl.replay.events import Dropped, Used
 from asyncrl.replay.group_file import GroupFile, read_group, read_group_file
-from asyncrl.replay.sealed_file import opened, sealing
 from asyncrl.replay.store import PATTERN, file_name
 from asyncrl.replay_tools.episodes import GroupOutcomes, ReplayCommand, read_outcomes, sound, warn, watched
 from asyncrl.storage import run_owner
 from asyncrl.storage.assets import kept
-from asyncrl.storage.atomic import flush, replacing
-from asyncrl.storage.untrusted import dataset_in, take_lock
-
-IMAGES: Final = ("frames", "final_frame", "video", "more_frames", "final_more_frames")
-GZIP: Final = 4  # Level of compression
-PER_CHUNK: Final = 8
-"""Images in a chunk: neighbours resemble each other, so with fewer the file would be larger."""
+from asyncrl.storage.atomic import flush
+from asyncrl.storage.untrusted import take_lock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,75 +93,6 @@ def check_ledger(outcomes: GroupOutcomes, group_files: dict[int, GroupFile]) -> 
         yield f"{file_name(number)}: the ledger says that it waits to be used again, but it cannot be read"
     for number in sorted(outcomes.needless() - outcomes.granted - group_files.keys()):
         yield f"ledger.log: group {number} was used or filtered, but never granted"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compact(ReplayCommand):
-    """Compress the images of groups that were used, filtered or dropped. Refuses on a live run."""
-
-    all: bool = False
-    """Also groups that wait: for a run that is over. A resume reads them all the same, only slower."""
-
-    def run(self) -> int:
-        """Rewrite one file after the other and say what it saves; 1 when a file could not be read."""
-        folder, sizes, unreadable = self.folder, list[tuple[int, int]](), 0
-        with locked(folder):
-            paths, outcomes = sorted(folder.glob(PATTERN)), read_outcomes(folder, warn)
-            for path in watched(paths, "compressing"):
-                group_file = sound(path, read_group_file)
-                if group_file is None:
-                    unreadable += 1
-                elif (self.all or outcomes.of(group_file.number) != "unused") and not is_compressed(path):
-                    size = compact(path)
-                    unreadable += size is None
-                    sizes += [] if size is None else [(group_file.size, size)]
-        before, after = (sum(x[k] for x in sizes) / 1e6 for k in (0, 1))
-        print(
-            f"compressed {len(sizes)} of {len(paths)} groups with gzip: {before:.2f} MB to {after:.2f} MB; "
-            f"the others still wait, are compressed already or cannot be read ({unreadable})"
-        )
-        return 1 if unreadable else 0
-
-
-def is_compressed(path: Path) -> bool:
-    """True if the images of a sealed file are compressed: nothing else is stored in chunks."""
-    with opened(path) as (file, _):
-        return any(dataset_in(file, name).chunks for name in IMAGES if name in file)
-
-
-def compact(path: Path) -> int | None:
-    """Compress the images of a sealed file durably; at any moment its name leads to a whole file.
-
-    Returns its new bytes; None when it is damaged, which is reported, and left as it is.
-    """
-    try:
-        read_group(path)
-        with replacing(path) as part:
-            with h5py.File(path, "r", locking=False) as old, sealing(part) as (new, _):
-                _copy(old, new)
-            read_group(part)  # Its checksums are those of the old file.
-        return path.stat().st_size
-    except ReplayError as error:
-        warn(f"warning: {error}")
-        return None
-    except (OSError, RuntimeError) as error:
-        raise ReplayError(
-            f"{path.name} could not be compressed: {error}. Free disk space; what was compressed stays so."
-        ) from None
-
-
-def _copy(old: h5py.File, new: h5py.File) -> None:
-    for name, value in old.attrs.items():
-        new.attrs[name] = value
-    for name in map(str, old):
-        dataset = dataset_in(old, name)
-        if name in IMAGES and dataset.size:
-            values, chunks = dataset[...], (min(PER_CHUNK, len(dataset)), *dataset.shape[1:])
-            packed = new.create_dataset(name, data=values, chunks=chunks, track_times=False, compression=GZIP)
-            for key, value in dataset.attrs.items():
-                packed.attrs[key] = value
-        else:
-            old.copy(dataset, new, name)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,7 @@ import platform
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import Enum
@@ -30,7 +29,7 @@ from typing import Any, Final
 
 from asyncrl import __version__
 from asyncrl.config.run import TrainConfig, existing_settings, to_json
-from asyncrl.errors import ConfigError, first_line
+from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_training as m
 from asyncrl.storage import run_owner
 from asyncrl.storage.assets import kept
@@ -217,7 +216,7 @@ def runs_in(folder: Path) -> list[Path]:
     """Return the runs of a folder, the one started last at the end; for a run's own folder, itself."""
     if not folder.is_dir():
         raise ConfigError(
-            f"{folder} is no folder that holds runs. Name it behind the command: asyncrl runs list FOLDER"
+            f"{folder} is no folder that holds runs. Name it behind the command: asyncrl runs FOLDER"
         )
     runs = [path for path in ([folder] if is_run(folder) else sorted(folder.iterdir())) if is_run(path)]
     return sorted(runs, key=lambda path: (path / SETTINGS).stat().st_mtime)
@@ -309,50 +308,30 @@ def is_whole(checkpoint: Path) -> bool:
 # --- starts of a run ---
 
 PROVENANCE: Final = "provenance.json"
-"""``{"format": 1, "starts": [{"attempt": 1, "command": ...}, ...]}``; a start that was killed has no end."""
+"""``{"format": 1, "starts": [{"attempt": 1, "command": ...}, ...]}``"""
 PACKAGES: Final = "torch transformers diffusers peft accelerate numpy h5py pyzmq mujoco"
 
 
-@contextmanager
-def recorded_start(
-    run_dir: Path, *, attempt: int, command: str, version: int, updates: int, tell: Callable[[str], None]
-) -> Iterator[Callable[[int, object], None]]:
-    """Record a start of a run and its end in provenance.json; yields a reader of the log's rows.
-
-    `tell` receives a line if the file cannot be read or written; a damaged file is left as it is.
-    """
-    path, reached = run_dir / PROVENANCE, version
+def record_start(
+    run_dir: Path, *, attempt: int, command: str, version: int, tell: Callable[[str], None]
+) -> None:
+    """Add a start of a run to provenance.json; `tell` receives a line if it cannot be read or written."""
+    path, versions = run_dir / PROVENANCE, {"asyncrl": __version__, "python": platform.python_version()}
+    for name in PACKAGES.split():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
     commit, dirty = git_state(Path(__file__).parents[2])
-    start: dict[str, Any] = {
-        **{"attempt": attempt, "command": command, "host": socket.gethostname(), "began": _now()},
-        **{"ended": "", "how": "", "from_update": version, "to_update": version},
-        **{"commit": commit, "dirty": dirty, "versions": _versions()},
+    began = datetime.now(UTC).isoformat(timespec="milliseconds")
+    start = {
+        **{"attempt": attempt, "command": command, "host": socket.gethostname(), "began": began},
+        **{"from_update": version, "commit": commit, "dirty": dirty, "versions": versions},
     }
-
-    def put() -> None:
-        key = (start["attempt"], start["began"])
-        try:
-            others = [row for row in read_starts(run_dir) if (row.get("attempt"), row.get("began")) != key]
-            write_text(path, json.dumps({"format": 1, "starts": [*others, start]}, indent=2) + "\n")
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            tell(f"{path}: this start cannot be added ({reason}). The run goes on without")
-
-    def note(step: int, values: object) -> None:
-        nonlocal reached
-        reached = step
-
-    how = "stopped"
-    put()
     try:
-        yield note
-        how = "finished" if reached >= updates else how
-    except Exception as error:
-        how = f"failed: {type(error).__name__}: {first_line(error)}"
-        raise
-    finally:
-        start |= {"ended": _now(), "how": how, "to_update": reached}
-        put()
+        table = {"format": 1, "starts": [*read_starts(run_dir), start]}
+        write_text(path, json.dumps(table, indent=2) + "\n")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        tell(f"{path}: this start cannot be added ({reason}). The run goes on without")
 
 
 def read_starts(run_dir: Path) -> list[dict[str, Any]]:
@@ -385,15 +364,3 @@ def git_state(checkout: Path) -> tuple[str, bool]:
 
     commit = git("rev-parse", "HEAD") if (checkout / ".git").exists() else ""
     return commit, bool(commit and git("status", "--porcelain", "--untracked-files=no"))
-
-
-def _versions() -> dict[str, str]:
-    found = {"asyncrl": __version__, "python": platform.python_version()}
-    for name in PACKAGES.split():
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")

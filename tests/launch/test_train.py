@@ -55,7 +55,7 @@ def test_an_inline_run_leaves_a_checkpoint_a_log_and_a_readable_replay(flags, tm
     written = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
     assert examination.sizes.checkpoint == pytest.approx(written, rel=0.05)
     (start,) = read_starts(run)
-    assert [start[key] for key in ("how", "from_update", "to_update")] == ["finished", 0, 2]
+    assert (start["attempt"], start["from_update"]) == (1, 0)
     curves, first = curves_in(run / "tensorboard"), rows(run)[0]
     never = {name for name in first if not name.startswith("env/") and not any(r[name] for r in rows(run))}
     assert "replay/dropped_invalid" in never

@@ -4,59 +4,30 @@ import os
 import platform
 import socket
 import subprocess
-from contextlib import nullcontext
 from datetime import datetime
 
 import pytest
 
 from asyncrl import __version__
-from asyncrl.storage.run_folder import git_state, read_starts, recorded_start
+from asyncrl.storage.run_folder import git_state, read_starts, record_start
 
 
-def recorded(run_dir, *, attempt=1, version=0, updates=10, told=None, command="asyncrl train --seed 3"):
-    tell = (told if told is not None else []).append
-    return recorded_start(
-        run_dir, attempt=attempt, command=command, version=version, updates=updates, tell=tell
-    )
+def record(run_dir, *, attempt=1, version=0, command="asyncrl train --seed 3"):
+    told = []
+    record_start(run_dir, attempt=attempt, command=command, version=version, tell=told.append)
+    return told
 
 
-def test_a_start_says_command_host_versions_and_times(tmp_path):
-    with recorded(tmp_path, attempt=2, version=5) as note:
-        (running,) = read_starts(tmp_path)
-        assert (running["ended"], running["how"], running["to_update"]) == ("", "", 5)
-        note(7, {})
-    (start,) = read_starts(tmp_path)
-    assert (start["attempt"], start["command"]) == (2, "asyncrl train --seed 3")
+def test_a_start_says_command_host_versions_and_time_and_a_resume_adds_one(tmp_path):
+    assert record(tmp_path) == []
+    assert record(tmp_path, attempt=2, version=5) == []
+    first, start = read_starts(tmp_path)
+    assert (first["attempt"], start["attempt"]) == (1, 2)
+    assert (start["command"], start["from_update"]) == ("asyncrl train --seed 3", 5)
     assert start["host"] == socket.gethostname()
     assert start["versions"].items() >= {"asyncrl": __version__, "python": platform.python_version()}.items()
     assert {"torch", "transformers", "numpy"} <= start["versions"].keys()
-    assert (start["from_update"], start["to_update"], start["how"]) == (5, 7, "stopped")
-    assert datetime.fromisoformat(start["began"]) <= datetime.fromisoformat(start["ended"])
-
-
-@pytest.mark.parametrize(
-    ("error", "how"),
-    [
-        (None, "finished"),
-        (RuntimeError("no memory\nand more"), "failed: RuntimeError: no memory"),
-        (KeyboardInterrupt(), "stopped"),
-    ],
-)
-def test_a_run_that_made_all_updates_is_finished_and_a_failure_is_named(tmp_path, error, how):
-    ends = pytest.raises(type(error)) if error else nullcontext()
-    with ends, recorded(tmp_path) as note:
-        note(10, {})
-        if error:
-            raise error
-    assert read_starts(tmp_path)[0]["how"] == how
-
-
-def test_a_resume_adds_a_start_and_one_that_was_killed_has_no_end(tmp_path):
-    killed = recorded(tmp_path)
-    killed.__enter__()
-    with recorded(tmp_path, attempt=2):
-        pass
-    assert [(start["attempt"], start["how"]) for start in read_starts(tmp_path)] == [(1, ""), (2, "stopped")]
+    assert datetime.fromisoformat(first["began"]) <= datetime.fromisoformat(start["began"])
 
 
 @pytest.mark.parametrize(
@@ -72,19 +43,15 @@ def test_a_damaged_file_is_said_and_left_as_it_is(tmp_path, content, why):
     (tmp_path / "provenance.json").write_text(content)
     with pytest.raises(ValueError, match=why):
         read_starts(tmp_path)
-    told = []
-    with recorded(tmp_path, told=told):
-        assert why in told[0]
+    assert why in record(tmp_path)[0]
     assert (tmp_path / "provenance.json").read_text() == content
 
 
 def test_a_file_that_cannot_be_read_is_said_and_does_not_end_the_run(tmp_path):
     os.mkfifo(tmp_path / "provenance.json")
-    told = []
-    with recorded(tmp_path, told=told):
-        pass
-    assert "a named pipe" in told[0]
-    assert told[0].endswith("The run goes on without")
+    (told,) = record(tmp_path)
+    assert "a named pipe" in told
+    assert told.endswith("The run goes on without")
 
 
 def git(folder, *arguments):
