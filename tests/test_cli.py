@@ -52,7 +52,7 @@ def test_every_command_computes_with_one_thread_unless_told_otherwise(given, exp
 
 SUBCOMMANDS = {
     name: cli.about(name).rpartition(": ")[2].split()[0].split("|")
-    for name in ("fit", "recordings", "replay", "runs", "simulators")
+    for name in ("fit", "recordings", "replay", "simulators")
 }
 CALLS = [*(cli.COMMANDS.keys() - SUBCOMMANDS), *(f"{c} {s}" for c in SUBCOMMANDS for s in SUBCOMMANDS[c])]
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 CEILINGS = {
     "": (1039, 8),
     "actors": (1138, 5),
-    "commands": (2704, 14),
+    "commands": (2515, 14),
     "config": (1138, 6),
     "devices": (550, 5),
     "doctor": (1324, 7),
@@ -26,10 +26,10 @@ CEILINGS = {
     "observability": (2583, 12),
     "policies": (2926, 13),
     "replay": (4039, 18),
-    "replay_tools": (1486, 8),
+    "replay_tools": (1408, 8),
     "rewards": (563, 4),
     "simulators": (4023, 21),
-    "storage": (2375, 10),
+    "storage": (2348, 10),
     "weights": (2158, 11),
     "worlds": (5532, 24),
 }
