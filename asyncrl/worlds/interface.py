@@ -26,8 +26,8 @@ def imagine(
 ) -> tuple[Tensor, State]:
     """Draw frames by `World.imagine`, and refuse others than it promises."""
     frames, state = world.imagine(state, actions, noise_seeds)
-    size = (len(noise_seeds), world.action_spec.chunk, world.image_size, world.image_size, 3)
-    check_pictures(frames, size, "frames of --world, by imagine(),")
+    shape = (len(noise_seeds), actions.shape[1], -1, -1, 3)  # Of any side: `try_environment` checked it.
+    check_pictures(frames, shape, "frames of --world, by imagine(),")
     return frames, state
 
 
