@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
-import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -26,7 +24,7 @@ from asyncrl.simulators.rollout import SEEDS_PER_EVALUATION, evaluation_plays
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl.evaluation.imagined_and_true import Audit, AuditedEpisode, AuditModels
+    from asyncrl.evaluation.imagined_and_true import AuditedEpisode, AuditModels
     from asyncrl.launch.named_models import RunSettings
 
 EPISODES: Final = 128  # By default, of simulators whose starts are seeds
@@ -95,8 +93,6 @@ def main(arguments: list[str]) -> int:
     head = f"world {config.world}, simulator {config.simulator}, temperature {config.temperature:g}"
     print(table(head, audited))
     audits = {name: Audit.of(episodes) for name, episodes in audited.items()}
-    if run is not None:
-        _write_curves(config.checkpoint, {policies[name]: audit for name, audit in audits.items()})
     if config.json:
         rows = [
             {"name": name, **_plain(asdict(audit)), "episodes": [asdict(one) for one in audited[name]]}
@@ -105,29 +101,6 @@ def main(arguments: list[str]) -> int:
         content = {"settings": asdict(config), "audits": rows}
         Path(config.json).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
     return 0
-
-
-def _write_curves(checkpoint: str, audits: dict[str, Audit]) -> None:
-    from asyncrl.evaluation.imagined_and_true import metrics_of
-    from asyncrl.launch.named_models import folder_part, run_of
-    from asyncrl.observability.logger import start_command, write_curves
-    from asyncrl.storage.assets import latest
-
-    found = {}
-    for policy, audit in audits.items():
-        folder = Path(folder_part(policy))
-        if number := re.fullmatch(r"update_(\d+)", (latest(folder) or folder).name):
-            found[int(number[1])] = metrics_of(audit)
-    run_dir = run_of(checkpoint)
-    if run_dir is None or not found:
-        return
-    # A folder of its own: TensorBoard reads the newest file of a folder only, and a run may go on.
-    folder = run_dir / "tensorboard" / "audit"
-    try:
-        write_curves(folder, found, start_command())
-        print(f"curves: tensorboard --logdir {folder}", file=sys.stderr)
-    except OSError as error:
-        print(f"TensorBoard does not get the audit: {error}", file=sys.stderr)
 
 
 def _plain(value: Any) -> Any:

@@ -21,8 +21,6 @@ from asyncrl.config.sections import SuccessFrames
 from asyncrl.devices.tensors import require_finite
 from asyncrl.evaluation.contact_sheet import scores_of, start_of
 from asyncrl.evaluation.success_rate import SuccessRate
-from asyncrl.observability import metrics_training as m
-from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.records import Episode, StartState, episode_seed, noise_seed, sampling_seed
 from asyncrl.rewards.interface import RewardModel, deciding_step
@@ -222,14 +220,14 @@ def psnr_by_decision(drawn: NDArray[np.uint8], true: NDArray[np.uint8], chunk: i
 
 
 ROWS: Final = {
-    "imagined_success": ("imagined success", "imagined", m.AUDIT_IMAGINED_SUCCESS),
-    "true_success": ("true success of the same actions", "true", m.AUDIT_TRUE_SUCCESS),
-    "wrong": ("wrong verdicts", "wrong", m.AUDIT_WRONG),
-    "false": ("false, of imagined successes", "false", m.AUDIT_FALSE),
-    "missed": ("missed, of true successes", "missed", m.AUDIT_MISSED),
-    "wrong_on_true_frames": ("reward model wrong on the true frames", "reward wrong", m.AUDIT_REWARD_WRONG),
+    "imagined_success": ("imagined success", "imagined"),
+    "true_success": ("true success of the same actions", "true"),
+    "wrong": ("wrong verdicts", "wrong"),
+    "false": ("false, of imagined successes", "false"),
+    "missed": ("missed, of true successes", "missed"),
+    "wrong_on_true_frames": ("reward model wrong on the true frames", "reward wrong"),
 }
-"""Rates of `Audit`: titles in a table of one and of several versions, and metrics."""
+"""Rates of `Audit`: titles in a table of one and of several versions."""
 
 
 def table(head: str, audited: Mapping[str, Sequence[AuditedEpisode]]) -> str:
@@ -238,7 +236,7 @@ def table(head: str, audited: Mapping[str, Sequence[AuditedEpisode]]) -> str:
     if len(found) == 1:
         return "\n".join([head, *_whole(next(iter(found.values())))])
     width = max(map(len, found))
-    titles = " ".join(f"{short:>21}" for _, short, _ in ROWS.values())
+    titles = " ".join(f"{short:>21}" for _, short in ROWS.values())
     rows = [f"{'':<{width}} {titles} {'correlation':>12}"]
     for name, one in found.items():
         rates = (getattr(one, field_name) for field_name in ROWS)
@@ -258,20 +256,6 @@ def _whole(audit: Audit) -> list[str]:
 
 def _number(value: float) -> str:
     return f"{'-':>6}" if math.isnan(value) else f"{value:6.3f}"
-
-
-def metrics_of(audit: Audit) -> dict[Metric, float]:
-    """Return the metrics of an audit, without those that are not a number."""
-    values: dict[Metric, float] = {}
-    for name, (*_, metrics) in ROWS.items():
-        rate = getattr(audit, name)
-        if rate.episodes:
-            values |= {metrics.rate: rate.rate, metrics.low: rate.low, metrics.high: rate.high}
-    if not math.isnan(audit.correlation):
-        values[m.AUDIT_CORRELATION] = audit.correlation
-    if audit.psnr:
-        values[m.AUDIT_PSNR] = math.fsum(audit.psnr) / len(audit.psnr)
-    return values
 
 
 # --- a stored group once more ---

@@ -24,7 +24,7 @@ from asyncrl.observability.background_file import CONSOLE, BackgroundFile
 from asyncrl.observability.metrics import Metric, Readings
 from asyncrl.observability.terminal import COLUMNS, TRUTH, Column, columns_in, header, render
 from asyncrl.storage.atomic import replacing
-from asyncrl.storage.untrusted import make_folder, parse_row, reading
+from asyncrl.storage.untrusted import parse_row, reading
 
 _console = logging.getLogger(CONSOLE)
 HEADER_EVERY: Final = 20  # console rows
@@ -80,7 +80,7 @@ class WithoutZeros:
 
     def __call__(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return the values that are shown."""
-        results = ("env/", "eval/", "audit/")
+        results = ("env/", "eval/")
         self._begun |= {name for name, value in values.items() if value or name.startswith(results)}
         return {name: value for name, value in values.items() if name in self._begun}
 
@@ -173,17 +173,6 @@ class Curves:
         """Finish the file, within `seconds`. Safe to call twice."""
         self._writer.close()
         self._file.close(seconds)
-
-
-def write_curves(folder: Path, points: Mapping[int, Readings], command: str = "") -> None:
-    """Write a file of curves at once, which voids later points of earlier files; raises OSError."""
-    make_folder(folder)
-    problems = list[str]()
-    with contextlib.closing(Curves(folder, min(points), problems.append, command=command)) as curves:
-        for step in sorted(points):
-            curves.write(step, points[step], time.time())
-    if problems:
-        raise OSError(problems[-1])
 
 
 # --- the logger ---

@@ -94,7 +94,6 @@ SECTIONS: Final = {
     "wire/": "Messages between processes.",
     "log/": "Rows and lines that could not be written.",
     "eval/": "Success in the true simulator.",
-    "audit/": "Results of `asyncrl audit`, in RUN/tensorboard/audit only: does imagination tell the truth?",
 }
 """Prefix of names -> subject of its metrics. A metric belongs to the first prefix that fits."""
 _DEFINED_IN: Final = ("metrics_training", "metrics_system", "waits")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from asyncrl.observability.metrics import LAG_RANGES, Metric, define
+from asyncrl.observability.metrics import LAG_RANGES, define
 
 # --- episodes of the batch ---
 
@@ -170,46 +168,3 @@ EVAL_EPISODES = define("""eval/episodes, last, episodes: Episodes of the evaluat
     episode whose worker is lost is played again.""")
 EVAL_STEPS = define("""eval/steps, last, steps: Mean steps to success, over the episodes that succeeded. Falls
     as the policy hesitates less. Not comparable between policies that solve different episodes.""")
-
-
-# --- audits ---
-
-
-class RateMetrics(NamedTuple):
-    """A share and the ends of its 95 % interval."""
-
-    rate: Metric
-    low: Metric
-    high: Metric
-
-
-def _rate(text: str) -> RateMetrics:
-    rate = define(text)
-    low, high = (
-        define(f"""{rate.name}_{end}, last, share: {side} end of the 95 % interval (Wilson) of `{rate.name}`.
-            More audited episodes make it narrower.""")
-        for end, side in (("low", "Lower"), ("high", "Upper"))
-    )
-    return RateMetrics(rate, low, high)
-
-
-AUDIT_IMAGINED_SUCCESS = _rate("""audit/imagined_success, last, share: Audited episodes that succeed in
-    imagination, as training would have rewarded them. Its excess over `audit/true_success` is promised and
-    not kept.""")
-AUDIT_TRUE_SUCCESS = _rate("""audit/true_success, last, share: Audited episodes whose actions solve the task
-    in the simulator. Rises over checkpoints. When it falls while `audit/imagined_success` rises, stop at its
-    highest.""")
-AUDIT_WRONG = _rate("""audit/verdict_wrong, last, share: Audited episodes in which imagination and truth
-    differ. Falls or stays. Rising: the policy goes where the world model has not been.""")
-AUDIT_FALSE = _rate("""audit/false_success, last, share: Of the imagined successes, those that are false.
-    Falls or stays. Absent where nothing succeeded in imagination.""")
-AUDIT_MISSED = _rate("""audit/missed_success, last, share: Of the true successes, those that were not
-    imagined. Falls or stays. Absent where nothing truly succeeded.""")
-AUDIT_REWARD_WRONG = _rate("""audit/reward_wrong, last, share: Audited episodes whose true frames the reward
-    model judges unlike the simulator. Far below `audit/verdict_wrong`; otherwise fit the reward model
-    better.""")
-AUDIT_CORRELATION = define("""audit/correlation, last, 1: Correlation (Pearson) of imagined and true success
-    over the audited episodes. 1 where imagination tells the truth, 0 where it tells nothing. Absent where one
-    of both never changes.""")
-AUDIT_PSNR = define("""audit/psnr, last, dB: Likeness of imagined and true frames: mean of the decisions'
-    means. High and flat over checkpoints. Longer episodes have less: later decisions drift.""")

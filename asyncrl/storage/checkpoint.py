@@ -40,7 +40,7 @@ from asyncrl.storage import checkpoint_state
 from asyncrl.storage.assets import kept, latest
 from asyncrl.storage.atomic import Checksum, checksum_of_lines, digest_of, publish, read_json, unfinished
 from asyncrl.storage.checkpoint_state import Parameters, Ranks, random_file, unreadable
-from asyncrl.storage.run_folder import BEFORE, BEST, LEFT_BY_EVALUATOR, is_whole
+from asyncrl.storage.run_folder import BEFORE, BEST, HELD, is_whole
 from asyncrl.storage.untrusted import check_types, load_json, remove
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ def clean_up(run_dir: Path) -> None:
     best, before = folder / BEST, folder / BEFORE
     if before.exists() and not best.exists():
         before.rename(best)
-    for name in LEFT_BY_EVALUATOR:
+    for name in (HELD, BEFORE):
         remove(folder / name)
 
 

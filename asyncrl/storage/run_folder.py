@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl import __version__
-from asyncrl.config.run import TrainConfig, existing_settings, to_json
+from asyncrl.config.run import TrainConfig, to_json
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_training as m
 from asyncrl.storage import run_owner
@@ -222,25 +222,16 @@ def runs_in(folder: Path) -> list[Path]:
     return sorted(runs, key=lambda path: (path / SETTINGS).stat().st_mtime)
 
 
-def settings_of(folder: Path) -> dict[str, Any]:
-    """Read the settings of a run as a nested table, without those that no longer exist."""
-    path = folder / SETTINGS
-    try:
-        return existing_settings(load_json(path))[0]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}), so it is not known what the run is.") from None
-
-
 def summarise(folder: Path) -> RunSummary:
     """Read state and progress of a run, as far as its files can be read."""
     problem, updates = "", 0
     last, measured = dict[str, Any](), dict[str, Any]()
     try:
-        found = settings_of(folder).get("updates")
+        found = load_json(folder / SETTINGS).get("updates")
         updates = found if type(found) is int else 0
         last, measured = newest_rows(folder / METRICS)
-    except (OSError, ConfigError) as error:
-        problem = str(error)
+    except (OSError, ValueError) as error:
+        problem = str(error) if isinstance(error, OSError) else f"{SETTINGS} cannot be read ({error})"
     try:
         finished = bool(updates) and last.get("step", 0) >= updates
         state = State.FINISHED if finished else State.STOPPED
@@ -289,8 +280,6 @@ def _number(value: object) -> float | None:
 BEST: Final = "best"  # The version that succeeded most often, of two equal ones the later
 HELD: Final = "evaluating"
 BEFORE: Final = "best.replaced.tmp"  # The former `BEST` while `atomic.publish` replaces it
-LEFT_BY_EVALUATOR: Final = (HELD, BEFORE)
-"""Names in the checkpoints' folder that a killed evaluator may leave."""
 
 
 def is_whole(checkpoint: Path) -> bool:

@@ -11,7 +11,7 @@ from PIL import Image
 
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
-from asyncrl.observability.logger import Curves, MetricsLogger, write_curves
+from asyncrl.observability.logger import Curves, MetricsLogger
 from asyncrl.observability.terminal import header, render
 from support.event_files import curves_in, events_in, pictures_in
 
@@ -237,11 +237,3 @@ def test_curves_can_be_read_while_the_run_goes_on(tmp_path):
         while not (tmp_path / "tensorboard").exists() or not curves_in(tmp_path / "tensorboard"):
             assert time.monotonic() < until
     assert curves_in(tmp_path / "tensorboard")["train/actor/grad_norm"] == [(1, pytest.approx(0.842))]
-
-
-def test_a_file_of_curves_is_written_at_once_and_one_that_cannot_be_is_an_error(tmp_path):
-    write_curves(tmp_path / "a", {4: {m.EVAL_SUCCESS: 0.5}, 2: {m.EVAL_SUCCESS: 0.0}}, "asyncrl audit")
-    assert curves_in(tmp_path / "a")["eval/success_once"] == [(2, 0.0), (4, 0.5)]
-    (tmp_path / "b").write_text("")
-    with pytest.raises(NotADirectoryError):
-        write_curves(tmp_path / "b", {1: {m.EVAL_SUCCESS: 0.5}})
