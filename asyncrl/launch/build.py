@@ -308,16 +308,12 @@ def build_update(
 
 
 def compile_learning(update: Update, tasks: Sequence[str]) -> None:
-    """Compile the layers of an update's policy, at their first calls.
-
-    For one size where all instructions are known and the policy can pad them alike; for any size there are
-    several graphs, which take minutes instead of half of one.
-    """
+    """Compile the layers of an update's policy, at their first calls."""
     if not tasks or not hasattr(update.policy, "fix_prompts"):
         compile_blocks(update.policy)
         return
     update.policy.fix_prompts(tasks)
-    update.fix_sizes()
+    update.fix_sizes()  # Graphs for any size take minutes instead of half of one.
     compile_blocks(update.policy, dynamic=False)
 
 

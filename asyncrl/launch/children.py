@@ -89,10 +89,7 @@ class Supervisor:
         back_off: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the child, which imports and calls `target`, 'package.module:function'.
-
-        A respawn waits `back_off` seconds, twice as long after each life shorter than QUICK_SECONDS.
-        """
+        """Start the child in `target` ('package.module:function'); respawns wait at least `back_off` s."""
         self.name, self.respawns, self.finished = name, 0, False
         self._deaths = self._quick_deaths = 0  # In a row.
         self._call, self._log_path = (target, args, str(log_path)), log_path

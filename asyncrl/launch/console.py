@@ -297,8 +297,7 @@ def _tell_nothing_learned(
 def balance(config: TrainConfig, placement: Placement, run_dir: Path, version: int) -> str:
     """Describe the median time of both sides for an update since `version`, and a better placement.
 
-    The work of a side is taken to be shared evenly by its ranks. Empty after too few updates, and where times
-    do not carry over to other placements: a rank did both, or others may join.
+    Empty after too few updates, or if a rank did both or others may join. Ranks share work evenly.
     """
     names = (s.GROUPS_PER_MINUTE.name, s.LEARNER_WAITING.name, s.ACTORS_WAITING.name)
     rows = list(read_json_lines(run_dir / "metrics.jsonl", {"step": int}))

@@ -15,15 +15,8 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.job import Hosts, Job
 from asyncrl.launch.placement import Placement
+from asyncrl.messaging import sockets
 from asyncrl.messaging.keys import ClientKeys, ServerKeys, create_keys, load_client_keys, load_server_keys
-from asyncrl.messaging.sockets import (
-    IDENTITY,
-    PREFIX,
-    check_endpoint,
-    ipc_endpoint,
-    private_folder,
-    why_taken,
-)
 from asyncrl.replay import limiter
 from asyncrl.storage.atomic import read_small, write_private, write_text
 from asyncrl.storage.run_owner import LEAVE_DEADLINE, RunIdentity
@@ -50,10 +43,10 @@ def check(config: TrainConfig, placement: Placement, hosts: Hosts, job: Job) -> 
                 "tcp://ADDRESS:PORT."
             )
         any_port, own = flag == "--weights.listen", hosts.several and server is None
-        check_endpoint(endpoint, server, any_port=any_port, keys_follow=own)
+        sockets.check_endpoint(endpoint, server, any_port=any_port, keys_follow=own)
         # Ranks that torchrun started again wait for the end of the former.
         until = time.monotonic() + (LEAVE_DEADLINE if job.restarts else 0.0)
-        while (why := why_taken(endpoint)) and time.monotonic() < until:
+        while (why := sockets.why_taken(endpoint)) and time.monotonic() < until:
             time.sleep(0.1)
         if why:
             raise ConfigError(
@@ -110,11 +103,7 @@ def address_of(endpoint: str) -> tuple[str, int]:
 
 
 def keys_of_run(config: TrainConfig, run_dir: Path, placement: Placement, hosts: Hosts) -> str:
-    """Return the folder of the replay's keys; empty if it needs none.
-
-    An address of the network needs keys, also the loopback device's, which all users of the host can reach.
-    Without --replay.keys the run makes its own, for its own processes and for actors that join.
-    """
+    """Return the folder of the replay's keys, made here where --replay.keys names none; empty without TCP."""
     if config.replay.keys or not any(x.startswith("tcp") for x in (hosts.replay, hosts.weights)):
         return config.replay.keys
     folder = run_dir / KEYS
@@ -138,18 +127,15 @@ def client_keys(folder: str, name: str) -> ClientKeys | None:
 
 @contextmanager
 def opened(hosts: Hosts, run_dir: Path, identity: RunIdentity) -> Iterator[tuple[Path, str]]:
-    """Make the private folder that marks a living run, remove it at the end; yields it and the endpoint.
-
-    The run's folder names it, so that the next start can remove the folder of one that was killed. The secret
-    inside is for actors of this host that join, and shows that the folder belongs to this run.
-    """
+    """Make the private folder of a living run, remove it at the end; yields it and the replay's endpoint."""
+    # The secret inside is for actors of this host that join, and shows whose folder it is.
     note = run_dir / SOCKETS
     _remove_left_over(note, identity)
-    folder = private_folder()
-    write_private(folder / IDENTITY, identity.secret)
+    folder = sockets.private_folder()
+    write_private(folder / sockets.IDENTITY, identity.secret)
     write_text(note, str(folder))
     try:
-        yield folder, hosts.replay or ipc_endpoint(folder)
+        yield folder, hosts.replay or sockets.ipc_endpoint(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         note.unlink(missing_ok=True)
@@ -159,17 +145,17 @@ def restore_folder(folder: Path, identity: RunIdentity) -> None:
     """Make the private folder of a living run again if the host cleaned it away."""
     if not folder.exists():
         folder.mkdir(mode=0o700, parents=True)
-        write_private(folder / IDENTITY, identity.secret)
+        write_private(folder / sockets.IDENTITY, identity.secret)
 
 
 def _remove_left_over(note: Path, identity: RunIdentity) -> None:
     """Remove the private folder of a start that was killed, if it has this run's secret."""
     try:
         folder = Path(read_small(note))
-        whose = read_small(folder / IDENTITY)
+        whose = read_small(folder / sockets.IDENTITY)
     except (OSError, ValueError):  # None was left, or it is no folder of sockets.
         return
-    if folder.is_absolute() and folder.name.startswith(PREFIX) and identity.knows(whose):
+    if folder.is_absolute() and folder.name.startswith(sockets.PREFIX) and identity.knows(whose):
         shutil.rmtree(folder)
 
 

@@ -109,16 +109,12 @@ def spawn_role(name: str, function: str, config: TrainConfig, info: RunInfo, arg
 
 
 def _wait_for_folder(run_dir: Path, mark: str, rank: int) -> None:
-
-    def is_here() -> bool:
-        try:
-            return (run_dir / "config.json").is_file() and run_owner.read_identity(run_dir).mark == mark
-        except (ConfigError, OSError):  # It is not all there yet, or another folder has this name.
-            return False
-
     until = time.monotonic() + FOLDER_DEADLINE
     with waits.waiting(waits.FOLDER, FOLDER_DEADLINE):
-        while not is_here():
+        while True:
+            with suppress(ConfigError, OSError):  # It is not all there yet, or another folder has this name.
+                if (run_dir / "config.json").is_file() and run_owner.read_identity(run_dir).mark == mark:
+                    return
             if time.monotonic() > until:
                 raise ConfigError(
                     f"Rank {rank} on {socket.gethostname()} does not see {run_dir}, the folder "

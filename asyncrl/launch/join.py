@@ -89,16 +89,12 @@ def resolved(address: str) -> str:
     if kind not in ("", "tcp") or not host:
         return address
     try:
-        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+        return f"tcp://{socket.gethostbyname(host)}:{port}"
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--join {address}: {host} is no host that is known here ({error}).") from None
-    for family, *_, place in found:
-        if family == socket.AF_INET:
-            return f"tcp://{place[0]}:{port}"
-    raise ConfigError(
-        f"--join {address}: {host} has no IPv4 address, and replays listen at one. Use the address that the "
-        "run's console shows."
-    )
+        raise ConfigError(
+            f"--join {address}: {host} has no IPv4 address here ({error}), and replays listen at one. Use "
+            "the address that the run's console shows."
+        ) from None
 
 
 class _Joined(NamedTuple):

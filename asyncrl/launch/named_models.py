@@ -128,11 +128,7 @@ def load_policy_version(config: TrainConfig, folder: Path | None, device: torch.
 
 
 def build_policy(config: TrainConfig, device: torch.device, *, learns: bool = False) -> Policy:
-    """Load the policy that the run begins with: for an actor, or as the learner trains it.
-
-    Adapters are fresh, and a critic of the right level in the policy's folder is kept. A resume loads trained
-    weights only afterwards, so copies of frozen ones that are rounded here stay right.
-    """
+    """Load the policy that the run begins with: for an actor, or with `learns` as the learner trains it."""
     rounded = learns and config.learner.frozen_precision == "float8"
     if rounded:
         check_device(device, FLAG)

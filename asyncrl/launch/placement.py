@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 
 from asyncrl.config.run import TrainConfig
@@ -150,6 +150,19 @@ def _by_word(word: str, ranks: int) -> Placement:
     return Placement(learners=everyone, actors=everyone)
 
 
+def check_on_hosts(config: TrainConfig, hosts: Hosts, gpus: Mapping[int, int]) -> tuple[Placement, Hosts]:
+    """Check the placement on these hosts and their GPUs; returns it, and the hosts with their broadcasts."""
+    check_sizes(config.placement, hosts)
+    placement = checked_placement(config, hosts.size)
+    check_learner_devices(placement, hosts, gpus)
+    copies_of(config, placement, hosts)
+    others = {hosts.of(rank) for rank in placement.actors} - {0}
+    if others and config.weights.between_hosts == "nccl":
+        hosts = replace(hosts, broadcasts=(0, *sorted(others)))
+        check_broadcasts(hosts, gpus, config.weights.transport)
+    return placement, hosts
+
+
 def check_sizes(text: str, hosts: Hosts) -> None:
     """Check the hosts that a placement names against those that torchrun started ranks on."""
     if named := sizes_of_hosts(text):
@@ -205,12 +218,6 @@ def transport_of(config: TrainConfig, placement: Placement, here: range) -> str:
     if learner.type == "cpu" or len(set(remote)) < len(remote):
         return "shared_memory"  # Also for two actors on a GPU that is not the learner's.
     return "nccl" if len(remote) == len(actors) else "cuda_ipc"
-
-
-def transport_between(config: TrainConfig, hosts: Hosts, transport: str) -> str:
-    """Return the carrier between hosts for `transport` on rank 0's; empty: other hosts fetch."""
-    reaches = transport != "shared_memory" and config.weights.between_hosts == "nccl"
-    return transport if reaches and hosts.broadcasts else ""
 
 
 def copies_of(config: TrainConfig, placement: Placement, hosts: Hosts) -> int:

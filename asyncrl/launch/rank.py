@@ -36,16 +36,7 @@ from asyncrl.launch.job import (
     run_of_earlier_start,
     share,
 )
-from asyncrl.launch.placement import (
-    Placement,
-    check_broadcasts,
-    check_learner_devices,
-    check_sizes,
-    checked_placement,
-    copies_of,
-    transport_between,
-    transport_of,
-)
+from asyncrl.launch.placement import Placement, check_on_hosts, checked_placement, copies_of, transport_of
 from asyncrl.observability import process_status
 from asyncrl.observability.background_file import logged_to
 from asyncrl.observability.process_status import Watchdog
@@ -87,18 +78,11 @@ def _check_hosts(config: TrainConfig, job: Job, hosts: Hosts, facts: list[HostFa
     """Check on rank 0, before anything is loaded, the placement on these hosts; add their endpoints."""
     from asyncrl.devices.tensors import count_gpus
 
-    check_sizes(config.placement, hosts)
-    placement = checked_placement(config, hosts.size)
     gpus = {number: host.gpus for number, host in enumerate(facts)} or {0: count_gpus(config.device)}
-    check_learner_devices(placement, hosts, gpus)
-    copies_of(config, placement, hosts)
+    placement, hosts = check_on_hosts(config, hosts, gpus)
     if not hosts.several and run_of_earlier_start(job) is None:
         run_folder.check_free(config)  # Before its ports are found taken.
     endpoints.check(config, placement, hosts, job)
-    others = {hosts.of(rank) for rank in placement.actors} - {0}
-    if others and config.weights.between_hosts == "nccl":
-        hosts = replace(hosts, broadcasts=(0, *sorted(others)))
-        check_broadcasts(hosts, gpus, config.weights.transport)
     return endpoints.with_addresses(config, hosts)
 
 
@@ -194,7 +178,9 @@ def _open_weights(run: _Run, socket: Path, keys: str) -> tuple[BroadcastPublishe
     from asyncrl.weights.publisher import BroadcastPublisher
 
     settings = endpoints.weight_settings(run.config, run.hosts, keys, run.start.identity)
-    if between := transport_between(run.config, run.hosts, run.transport):
+    # Empty: other hosts fetch the weights.
+    between = run.transport if run.hosts.broadcasts and run.transport != "shared_memory" else ""
+    if between:
         settings = replace(settings, store_address=run.hosts.addresses[0])
     timeout, device = run.config.weights.timeout, run.models.policy.device
     return BroadcastPublisher(run.transport, socket, device, timeout, settings), between

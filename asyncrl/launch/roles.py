@@ -83,10 +83,7 @@ def use_device(config: TrainConfig, placement: Placement, job: Job) -> torch.dev
 
 
 def give_way(name: str, placement: Placement, job: Job) -> None:
-    """Let a learner's kernels go before those of an actor that shares its GPU by MPS.
-
-    Without a server of MPS the variable means nothing. No GPU has been used by this process yet.
-    """
+    """Let a learner's kernels go before those of an actor that shares its GPU by MPS; before CUDA is used."""
     from asyncrl.devices.tensors import pick_device
 
     learners = [pick_device(name, rank - job.here.start) for rank in placement.learners if rank in job.here]

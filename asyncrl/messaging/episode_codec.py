@@ -11,15 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.episode_layout import (
-    as_fields,
-    episode_arrays,
-    parse_specs,
-    problem_with_shapes,
-    scalar_types,
-    sizes_of,
-    version_of,
-)
+from asyncrl import episode_layout as layout
 from asyncrl.errors import WireError
 from asyncrl.records import Episode
 
@@ -82,7 +74,7 @@ MAX_DIMENSION: Final = 2**20
 
 def scalars_of(episode: Episode) -> dict[str, Any]:
     """Return an episode's scalars as checked Python values."""
-    types = scalar_types(version_of(episode))
+    types = layout.scalar_types(layout.version_of(episode))
     try:
         scalars = {name: kind(getattr(episode, name)) for name, kind in types.items()}
     except (TypeError, ValueError, OverflowError) as error:
@@ -103,9 +95,9 @@ def write_arrays(episode: Episode) -> tuple[list[list[Any]], list[Buffer]]:
     """Return the header's entries and the frames of an episode's arrays, without copies."""
     entries: list[list[Any]] = []
     payload: list[Buffer] = []
-    if (problem := problem_with_shapes(episode)) is not None:
+    if (problem := layout.problem_with_shapes(episode)) is not None:
         raise WireError(f"{problem}.")
-    for name, array in episode_arrays(episode).items():
+    for name, array in layout.episode_arrays(episode).items():
         frame = as_bytes(array)
         entries.append([name, array.dtype.name, list(array.shape), zlib.crc32(frame)])
         payload.append(frame)
@@ -116,7 +108,7 @@ def read_episode(scalars: Any, arrays: Any, frames: Sequence[Buffer], *, schema:
     """Decode an episode; `views`: images are read-only views of the frames, other arrays writable copies."""
     if not isinstance(scalars, dict) or not isinstance(arrays, list):
         raise WireError("the message lacks its episode or the list of its arrays.")
-    types = scalar_types(schema)
+    types = layout.scalar_types(schema)
     check_keys("the episode", scalars, types)
     for name, expected in types.items():
         check_value(name, scalars[name], expected)
@@ -131,8 +123,8 @@ def read_episode(scalars: Any, arrays: Any, frames: Sequence[Buffer], *, schema:
     if len(arrays) != len(frames):
         raise WireError(f"{len(arrays)} arrays in the header, but {len(frames)} frames.")
     try:
-        specs = parse_specs([(name, dtype, shape) for name, dtype, shape, _ in arrays], schema)
-        sizes_of(specs, [shape for _, _, shape, _ in arrays])
+        specs = layout.parse_specs([(name, dtype, shape) for name, dtype, shape, _ in arrays], schema)
+        layout.sizes_of(specs, [shape for _, _, shape, _ in arrays])
     except ValueError as error:
         raise WireError(f"{error}.") from None
     for (name, _, shape, _), spec, frame in zip(arrays, specs.values(), frames, strict=True):
@@ -147,7 +139,7 @@ def read_episode(scalars: Any, arrays: Any, frames: Sequence[Buffer], *, schema:
         array = np.frombuffer(memoryview(content).toreadonly(), little).reshape(entry[2])
         in_place = views and little.itemsize == 1  # Wider ones may not be aligned.
         read[name] = array.astype(spec.dtype, copy=not in_place)
-    return Episode(**scalars, **as_fields(read))
+    return Episode(**scalars, **layout.as_fields(read))
 
 
 def _check_id(episode_id: str) -> None:

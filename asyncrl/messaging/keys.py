@@ -212,6 +212,10 @@ def admitting(context: zmq.Context[zmq.Socket[bytes]], security: ServerKeys | No
 
 _BROKEN_OFF: Final = 5  # Handshakes in a row, broken off without a reason, that count as a refusal
 _MECHANISM_MISMATCH: Final = 0x11000002
+_NOT_LISTED: Final = (
+    "this process's public key is not on its allow-list. Add the key to DIR/clients on the replay's host and "
+    "start this process again"
+)
 _ONE_SIDED: Final = "one side uses keys and the other does not. Set --replay.keys on both"
 # To a client with keys, a server without keys and one with another key are the same if the server hangs up
 # before the client has read its greeting.
@@ -238,29 +242,18 @@ class Handshakes:
 
     def check(self) -> None:
         """Raise a ReplayError if the server refused this process since the last call; never waits."""
-        while True:
-            try:
-                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
-            except zmq.Again:
-                return
-            kind = event["event"]
-            if kind == zmq.Event.HANDSHAKE_SUCCEEDED:
-                self._broken_off = 0
-            elif kind == zmq.Event.HANDSHAKE_FAILED_AUTH:
-                raise self._refused(
-                    "this process's public key is not on its allow-list. Add the key to DIR/clients on the "
-                    "replay's host and start this process again"
-                )
-            elif kind == zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
-                raise self._refused(
-                    _ONE_SIDED
-                    if event["value"] == _MECHANISM_MISMATCH
-                    else f"its handshake breaks the protocol ({event['value']:#x}). Is it asyncrl's at all?"
-                )
-            else:
-                self._broken_off += 1
-                if self._broken_off >= _BROKEN_OFF:
-                    raise self._refused(_ONE_SIDED if self._without_keys else _WRONG_SERVER)
+        while self._monitor.poll(0):
+            event = parse_monitor_message(self._monitor.recv_multipart())
+            if why := self._refusal(event["event"], event["value"]):
+                raise ReplayError(f"the {self._who} at {self._endpoint} refused the connection: {why}.")
 
-    def _refused(self, why: str) -> ReplayError:
-        return ReplayError(f"the {self._who} at {self._endpoint} refused the connection: {why}.")
+    def _refusal(self, kind: int, value: int) -> str:
+        if kind == zmq.Event.HANDSHAKE_FAILED_AUTH:
+            return _NOT_LISTED
+        if kind == zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
+            broken = f"its handshake breaks the protocol ({value:#x}). Is it asyncrl's at all?"
+            return _ONE_SIDED if value == _MECHANISM_MISMATCH else broken
+        self._broken_off = 0 if kind == zmq.Event.HANDSHAKE_SUCCEEDED else self._broken_off + 1
+        if self._broken_off < _BROKEN_OFF:
+            return ""
+        return _ONE_SIDED if self._without_keys else _WRONG_SERVER

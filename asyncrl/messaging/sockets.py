@@ -114,12 +114,9 @@ def _check_tcp(
 
 
 def why_taken(endpoint: str) -> str:
-    """Return why an endpoint cannot be opened now; empty if free.
-
-    ZeroMQ itself would take an ipc endpoint over from its process.
-    """
+    """Return why an endpoint cannot be opened now; empty if free."""
     kind, _, rest = endpoint.partition("://")
-    if kind == "ipc":
+    if kind == "ipc":  # ZeroMQ itself would take it over from its process.
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(1.0)
             try:
@@ -150,14 +147,11 @@ def _limited(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[b
 def bind_router(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, security: ServerKeys | None = None
 ) -> zmq.Socket[bytes]:
-    """Bind a server's socket; with keys, `context` must be `keys.admitting`, or every client is refused.
-
-    Sending to a vanished peer raises; a returning peer keeps its name.
-    """
+    """Bind a server's socket; with keys, `context` must be `keys.admitting`, or every client is refused."""
     router = _limited(context, zmq.ROUTER)
     secure(router, security)
-    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # Sending to a vanished peer raises.
+    router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # A returning peer keeps its name.
     router.setsockopt(zmq.RCVHWM, BULK_HWM)
     router.setsockopt(zmq.SNDHWM, CONTROL_HWM)
     router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)

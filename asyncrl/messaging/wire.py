@@ -18,14 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from asyncrl import __version__
-from asyncrl.episode_layout import (
-    EPISODE_ARRAYS,
-    MAX_SAMPLE_ARRAYS,
-    OPTIONAL_ARRAYS,
-    SCHEMA_VERSION,
-    SCHEMA_VERSIONS,
-    version_of,
-)
+from asyncrl import episode_layout as layout
 from asyncrl.errors import WireError
 from asyncrl.messaging import episode_codec as codec
 from asyncrl.messaging.episode_codec import Buffer, LongText
@@ -34,7 +27,7 @@ from asyncrl.records import Episode
 MAGIC: Final = b"ARL1"
 _PREFIX: Final = struct.Struct("<4sI")
 MAX_HEADER_BYTES: Final = 2**20
-MAX_FRAMES: Final = 1 + len(EPISODE_ARRAYS) + MAX_SAMPLE_ARRAYS + len(OPTIONAL_ARRAYS)
+MAX_FRAMES: Final = 1 + len(layout.EPISODE_ARRAYS) + layout.MAX_SAMPLE_ARRAYS + len(layout.OPTIONAL_ARRAYS)
 
 KINDS: Final[dict[str, dict[str, type]]] = {
     "hello": {
@@ -111,7 +104,7 @@ def encode(kind: str, episode: Episode | None = None, /, **fields: Any) -> list[
         raise WireError(f"{kind!r} {'carries' if episode is None else 'does not carry'} an episode.")
     header: dict[str, Any] = {"kind": kind, **fields}
     payload: list[Buffer] = []
-    schema = SCHEMA_VERSION if episode is None else version_of(episode)
+    schema = layout.SCHEMA_VERSION if episode is None else layout.version_of(episode)
     if episode is not None:
         header["episode"] = codec.scalars_of(episode)
         header["arrays"], payload = codec.write_arrays(episode)
@@ -125,7 +118,7 @@ def decode(frames: Sequence[Buffer], *, views: bool = False) -> Message:
     _check_sizes(frames)
     header = _parse(frames[0])
     with_episode = isinstance(header.get("kind"), str) and header["kind"] in WITH_EPISODE
-    schema = _check_schema(header, SCHEMA_VERSIONS if with_episode else (SCHEMA_VERSION,))
+    schema = _check_schema(header, layout.SCHEMA_VERSIONS if with_episode else (layout.SCHEMA_VERSION,))
     kind = header.pop("kind", None)
     if not isinstance(kind, str) or kind not in KINDS:
         raise WireError(f"kind {codec.shown(kind)} is unknown. Known: {', '.join(KINDS)}.")
@@ -138,7 +131,7 @@ def decode(frames: Sequence[Buffer], *, views: bool = False) -> Message:
             )
         return Message(kind=kind, fields=header)
     episode = codec.read_episode(scalars, arrays, frames[1:], schema=schema, views=views)
-    if schema != version_of(episode):
+    if schema != layout.version_of(episode):
         raise WireError(
             f"a sample of {codec.shown(list(episode.sample))} with {episode.steps_taken} steps taken is not "
             f"of schema version {schema}."
@@ -162,7 +155,7 @@ def _check_sizes(frames: Sequence[Buffer]) -> None:
         )
 
 
-def write_header(header: dict[str, Any], schema: int = SCHEMA_VERSION) -> bytes:
+def write_header(header: dict[str, Any], schema: int = layout.SCHEMA_VERSION) -> bytes:
     """Encode the first frame: magic, checksum, schema version and fields."""
     body = json.dumps({"schema": schema, **header}, separators=(",", ":"), allow_nan=False).encode()
     return _PREFIX.pack(MAGIC, zlib.crc32(body)) + body
@@ -171,7 +164,7 @@ def write_header(header: dict[str, Any], schema: int = SCHEMA_VERSION) -> bytes:
 def read_header(frame: Buffer) -> dict[str, Any]:
     """Decode the first frame, of at least 8 bytes, without the schema version."""
     header = _parse(frame)
-    _check_schema(header, (SCHEMA_VERSION,))
+    _check_schema(header, (layout.SCHEMA_VERSION,))
     return header
 
 

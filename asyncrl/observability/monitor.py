@@ -197,18 +197,12 @@ class Monitor(AbstractContextManager["Monitor"]):
 
     def _processes(self) -> list[process_status.Process]:
         # Those of this start of the run, without those that died in an earlier one.
-        folder = self._run_dir / process_status.FOLDER
-        return [
-            process
-            for process in process_status.read(self._run_dir)
-            if process.alive or _changed_at(folder / process.role) >= self._since
-        ]
-
-
-def _changed_at(path: Path) -> float:
-    with suppress(OSError):  # Replaced at this moment: the next look finds the new file.
-        return path.stat().st_ctime
-    return 0.0
+        found, folder = [], self._run_dir / process_status.FOLDER
+        for process in process_status.read(self._run_dir):
+            with suppress(OSError):  # Replaced at this moment: the next look finds the new file.
+                if process.alive or (folder / process.role).stat().st_ctime >= self._since:
+                    found.append(process)
+        return found
 
 
 class _Server(ThreadingHTTPServer):

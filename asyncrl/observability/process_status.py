@@ -191,14 +191,16 @@ def dump_stacks(run_dir: Path) -> list[Path]:
 
 def started(pid: int) -> int:
     """Read the start of a process in clock ticks since boot (with its id it is unique); 0 if unknown."""
-    fields = _stat(pid)
-    return int(fields[19]) if fields and fields[0] not in "ZX" else 0
+    with contextlib.suppress(OSError):
+        fields = _stat(pid)
+        return 0 if fields[0] in "ZX" else int(fields[19])
+    return 0
 
 
 def is_gone(pid: int, began: int) -> bool:
     """Return True if process `pid`, whose `started` was `began`, has ended; False if that is unknown (0)."""
     try:
-        fields = _read_stat(pid)
+        fields = _stat(pid)
     except OSError as error:
         return began > 0 and isinstance(error, FileNotFoundError | ProcessLookupError)
     return began > 0 and (fields[0] in "ZX" or int(fields[19]) != began)
@@ -206,16 +208,12 @@ def is_gone(pid: int, began: int) -> bool:
 
 def is_stopped(pid: int) -> bool:
     """Return True if a process is halted, by SIGSTOP or a debugger."""
-    return _stat(pid)[:1] in (["T"], ["t"])
+    with contextlib.suppress(OSError):
+        return _stat(pid)[0] in "Tt"
+    return False
 
 
 def _stat(pid: int) -> list[str]:
-    with contextlib.suppress(OSError):
-        return _read_stat(pid)
-    return []
-
-
-def _read_stat(pid: int) -> list[str]:
     # The fields from the state on (number 3 in its manual page).
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -115,13 +115,17 @@ class _Tracker:
         self._name, self._tell, self._log_path = name, tell, run_dir / "logs" / f"tracker-{name}.log"
         make_folder(self._log_path.parent)
         log = open_regular(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        # Without torchrun's ranks, and without a GPU.
+        environ = {k: v for k, v in os.environ.items() if k not in _RANKS and "TORCHELASTIC" not in k}
+        path = os.pathsep.join(filter(None, [environ.get("PYTHONPATH"), str(Path(__file__).parents[2])]))
+        environ |= {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
         try:
             self._process = subprocess.Popen(  # noqa: S603
                 [sys.executable, "-m", __name__, name, run_dir, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=environment_of_tracker(os.environ),
+                env=environ | {"OMP_NUM_THREADS": "1"},
                 start_new_session=True,  # Ctrl-C in the terminal is the run's; it ends when its input does.
             )
         finally:
@@ -157,14 +161,6 @@ class _Tracker:
                 "be missing there. metrics.jsonl has them"
             )
         self.listen()
-
-
-def environment_of_tracker(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a tracker's process: without torchrun's ranks, and without a GPU."""
-    kept = {k: v for k, v in environ.items() if k not in _RANKS and not k.startswith("TORCHELASTIC_")}
-    path = os.pathsep.join(filter(None, [environ.get("PYTHONPATH"), str(Path(__file__).parents[2])]))
-    own = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
-    return kept | own | {"OMP_NUM_THREADS": "1"}
 
 
 # --- in the tracker's process ---
