@@ -12,7 +12,7 @@ import pytest
 from asyncrl.cli import NOBODY_READS
 from support.recorded_run import make_run
 
-PRINTING = ["--help", "metrics", "completion bash", "train --help", "train --help-all", "replay list {run}"]
+PRINTING = ["--help", "metrics", "train --help", "train --help-all", "replay list {run}"]
 
 
 @pytest.fixture(scope="module")

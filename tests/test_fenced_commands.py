@@ -16,9 +16,21 @@ from typing import Any, Final
 import pytest
 import tyro
 
-from asyncrl.commands import COMMANDS
-from asyncrl.commands.doctor import SimulatorConfig
-from asyncrl.commands.small import arguments_of
+from asyncrl.commands import (
+    COMMANDS,
+    audit,
+    collect,
+    convert,
+    doctor,
+    evaluate,
+    fit,
+    pace,
+    recordings,
+    replay,
+    runs,
+    small,
+    status,
+)
 from asyncrl.config.run import parse, split_files
 from asyncrl.errors import ConfigError
 from support import ROOT
@@ -31,6 +43,17 @@ PROGRAMS: Final = (
     *("echo", "nvidia-cuda-mps-control"),
 )
 """What a line of a fenced block begins with when it is to be typed."""
+ARGUMENTS: Final[dict[str, Any]] = {
+    **{
+        module.__name__.rpartition(".")[2]: module.ARGUMENTS
+        for module in (fit, recordings, replay, runs, status)
+    },
+    **{"evaluate": evaluate.EvaluateConfig, "audit": audit.AuditConfig, "collect": collect.CollectConfig},
+    **{"convert": convert.ConvertConfig, "pace": pace.PaceConfig, "check": doctor.CheckConfig},
+    **{"actor": small.JoinOptions, "simulators": small.SIMULATORS, "keys": small.KeysConfig},
+    "metrics": small.MetricsConfig,
+}
+"""Command -> what its parser reads."""
 TYPED: Final = ("", "bash")
 """Tags of fences with commands; `text` is for output and for the shape of a command."""
 OWN_SETTINGS: Final = re.compile(r"^(?:configs/NAME|mine)\.toml$")
@@ -188,9 +211,7 @@ def _asyncrl(words: list[str]) -> None:
     if name in ("train", "doctor"):
         _settings(name, [word for word in arguments if word not in ("--dry-run", "--json")])
         return
-    if name == "runs" and not arguments:
-        arguments = ["list"]
-    wanted = arguments_of(name)
+    wanted = ARGUMENTS[name]
     if name == "pace":
         _, arguments = tyro.cli(wanted, args=arguments, return_unknown_args=True)
         _settings("train", arguments)
@@ -202,7 +223,7 @@ def _asyncrl(words: list[str]) -> None:
 def _settings(name: str, arguments: list[str]) -> None:
     """Read settings as `train` does. The reader's own files are left out, all others must be there."""
     if name == "doctor" and "--simulator" in arguments:
-        tyro.cli(SimulatorConfig, args=arguments, prog="asyncrl doctor")
+        tyro.cli(doctor.SimulatorConfig, args=arguments, prog="asyncrl doctor")
         return
     files, flags = split_files(arguments)
     there = [str(ROOT / file) for file in files if not OWN_SETTINGS.match(str(file))]

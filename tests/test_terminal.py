@@ -60,7 +60,6 @@ ENDING: Final = {
     "runs": "runs {m}",
     "keys": "keys {new}/keys",
     "metrics": "metrics",
-    "completion": "completion bash",
     "--help": "--help",
     "train --help": "train --help",
 }

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 _NAMES = (
     *("train", "actor", "evaluate", "audit", "pace", "collect", "recordings", "fit", "simulators"),
-    *("convert", "replay", "check", "doctor", "runs", "status", "keys", "metrics", "completion"),
+    *("convert", "replay", "check", "doctor", "runs", "status", "keys", "metrics"),
 )
-_SMALL = ("actor", "simulators", "keys", "metrics", "completion")
+_SMALL = ("actor", "simulators", "keys", "metrics")
 _MODULES = dict.fromkeys(_SMALL, "small") | {"check": "doctor"}
 COMMANDS: dict[str, str] = {
     name: f"asyncrl.commands.{f'{_MODULES[name]}:{name}' if name in _MODULES else f'{name}:main'}"

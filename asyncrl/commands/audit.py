@@ -68,7 +68,6 @@ class AuditConfig(HeldOutConfig):
     """Episodes imagined together; filled up with copies: so results do not depend on --workers."""
 
 
-ARGUMENTS: Final = AuditConfig
 HELP: Final = ShortHelp(
     command="asyncrl audit",
     usage="[POLICY] [--flags]",

@@ -43,7 +43,6 @@ class CollectConfig(PlayConfig):
     """Height and width of the pictures; 0: the simulator's own."""
 
 
-ARGUMENTS: Final = CollectConfig
 HELP: Final = ShortHelp(
     command="asyncrl collect",
     usage="--out FOLDER [--flags]",

@@ -52,7 +52,6 @@ class ConvertConfig(Bounded):
     """Licence of the policy for the card, as hubs write it (mit, apache-2.0); empty: none is stated."""
 
 
-ARGUMENTS: Final = ConvertConfig
 HELP: Final = ShortHelp(
     command="asyncrl convert",
     usage="SOURCE OUT [--flags]",

@@ -92,9 +92,6 @@ class CheckConfig(Bounded):
     """Where it is tried: cpu, cuda, or auto."""
 
 
-ARGUMENTS: Final = {"doctor": TrainConfig, "check": CheckConfig}
-
-
 def main(arguments: list[str]) -> int:
     """Print the findings; exit code 1 if something needed is missing."""
     if any(argument.partition("=")[0] == SIMULATOR for argument in arguments):

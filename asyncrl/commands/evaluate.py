@@ -112,7 +112,6 @@ class EvaluateConfig(HeldOutConfig):
     """Folder for a movie of every episode: .mp4 with the extra 'video', else .gif."""
 
 
-ARGUMENTS: Final = EvaluateConfig
 HELP: Final = ShortHelp(
     command="asyncrl evaluate",
     usage="[POLICY] [--flags]",

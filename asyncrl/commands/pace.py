@@ -67,7 +67,6 @@ class PaceConfig(Bounded):
     """Simulator processes."""
 
 
-ARGUMENTS: Final = PaceConfig
 TITLES: Final = f"{'round':>5} {'imagined':>9} {'true':>7} {'wrong, old world':>17} {'new':>7}  next world"
 
 

@@ -1,4 +1,4 @@
-"""`asyncrl recordings list|stats|import|export`: look into recordings, and read and write those of others."""
+"""`asyncrl recordings list|stats|import`: look into recordings, and make recordings of other data sets."""
 
 from __future__ import annotations
 
@@ -119,28 +119,7 @@ class Import(Bounded):
         return 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportTrajectories(Bounded):
-    """Write first frames (traj*.npy) and key frames (traj*_kir.npy) in RLinf's layout."""
-
-    data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
-    """Recording folder."""
-    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """Folder to write; must not hold any trajectories yet."""
-
-    def run(self) -> int:
-        """Export, and say how many."""
-        from asyncrl.fitting.sources import load_recordings
-        from asyncrl.fitting.starts import write_trajectories
-
-        starts, keyframes = write_trajectories(load_recordings([self.data]), self.out)
-        print(f"{starts} starts and {keyframes} key frames in {self.out}")
-        return 0
-
-
-ARGUMENTS: Any = subcommands(
-    {"list": ListFiles, "stats": TaskStats, "import": Import, "export": ExportTrajectories}
-)
+ARGUMENTS: Any = subcommands({"list": ListFiles, "stats": TaskStats, "import": Import})
 
 
 def main(arguments: list[str]) -> int:

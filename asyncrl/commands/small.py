@@ -4,24 +4,18 @@
 `asyncrl simulators list|lite NAME`: list the simulators; make light scenes of a LIBERO suite.
 `asyncrl keys DIR`: make keys for a replay that other hosts can reach.
 `asyncrl metrics [--waits]`: print the reference page of all metrics, or of all waits.
-`asyncrl completion SHELL`: print a script by which bash, zsh or fish completes what is typed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-import re
 import sys
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any
 
 import tyro
 
 from asyncrl import registry
-from asyncrl.commands import COMMANDS
 from asyncrl.config.bounds import Bounded
 from asyncrl.config.help import subcommands
 from asyncrl.errors import AsyncRLError, ConfigError, first_line
@@ -45,14 +39,6 @@ class MetricsConfig:
 
     waits: bool = False
     """The page of all waits instead (docs/waits.md)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompletionConfig:
-    """Print a script by which a shell completes commands and flags (docs/quickstart.md)."""
-
-    shell: Annotated[Literal["bash", "zsh", "fish"], tyro.conf.Positional, tyro.conf.arg(metavar="SHELL")]
-    """bash, zsh or fish."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,13 +96,6 @@ class LightScenes(Bounded):
 
 
 SIMULATORS: Any = subcommands({"list": ListSimulators, "lite": LightScenes})
-ARGUMENTS: Final[dict[str, Any]] = {
-    "actor": JoinOptions,
-    "simulators": SIMULATORS,
-    "keys": KeysConfig,
-    "metrics": MetricsConfig,
-    "completion": CompletionConfig,
-}
 
 
 def actor(arguments: list[str]) -> int:
@@ -158,26 +137,3 @@ def metrics(arguments: list[str]) -> int:
     config = tyro.cli(MetricsConfig, args=arguments, prog="asyncrl metrics")
     print((waits if config.waits else metrics).as_markdown(), end="")
     return 0
-
-
-def completion(arguments: list[str]) -> int:
-    """Print tyro's script for the whole program."""
-    shell = tyro.cli(CompletionConfig, args=arguments, prog="asyncrl completion").shell
-    written = io.StringIO()
-    with contextlib.redirect_stdout(written), contextlib.suppress(SystemExit):
-        tyro.cli(
-            subcommands({name: arguments_of(name) for name in COMMANDS}),
-            prog="asyncrl",
-            args=["--tyro-write-completion", shell, "-"],
-            config=(tyro.conf.OmitSubcommandPrefixes,),
-        )
-    # The script reads a line for each flag: no line ends within the help of one.
-    flags = re.compile(r"^COMPLETION_SPEC = .*", re.MULTILINE)
-    print(flags.sub(lambda line: re.sub(r"\\+n\s*", " ", line[0]), written.getvalue()), end="")
-    return 0
-
-
-def arguments_of(command: str) -> Any:
-    """Return the type that tyro parses the command's arguments into."""
-    takes = import_module(COMMANDS[command].partition(":")[0]).ARGUMENTS
-    return takes[command] if isinstance(takes, dict) else takes

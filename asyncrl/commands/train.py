@@ -89,7 +89,6 @@ def _check_folder(config: TrainConfig) -> None:
         raise ConfigError(f"--run-dir {folder} cannot be made: {above} is read-only. Choose another folder.")
 
 
-ARGUMENTS: Final = TrainConfig
 HELP: Final = TRAIN
 
 

@@ -1,4 +1,4 @@
-"""Start states from the key frames of recordings or from pictures, and as RLinf's trajectories.
+"""Start states from the key frames of recordings or from pictures.
 
 Letters: F frames of an episode, H W picture size.
 """
@@ -20,11 +20,9 @@ from asyncrl.facts import check_instruction
 from asyncrl.fitting.data_sets import decode_picture, place_picture
 from asyncrl.fitting.recording_files import Recordings
 from asyncrl.fitting.settings import DataSetSettings
-from asyncrl.observability.terminal import progress
 from asyncrl.records import ACTION_DIM, CHUNK, StartState
-from asyncrl.storage.atomic import replacing
 from asyncrl.storage.untrusted import files_in, read_bytes
-from asyncrl.worlds.rlinf_start_states import CONTEXT, KEYFRAME_MARK
+from asyncrl.worlds.rlinf_start_states import CONTEXT
 
 SUFFIXES: Final = (".png", ".jpg", ".jpeg", ".webp", ".bmp")  # Of pictures.
 _GRIPPER: Final = -1
@@ -191,45 +189,3 @@ def _pairs(path: Path, files: Mapping[str, Path]) -> list[tuple[str, str]]:
             "the name, or add the picture."
         )
     return sorted(pairs, key=lambda pair: pair[0])
-
-
-def write_trajectories(recordings: Recordings, folder: Path) -> tuple[int, int]:
-    """Write starts and key frames as RLinf's world-model environments read them; return how many of each.
-
-    traj00003.npy                 the first frame of episode 3
-    traj00003_step0040_kir.npy    its first frame, then the four frames up to step 40: a key frame
-    """
-    if (width := recordings.actions.shape[1]) != ACTION_DIM:
-        raise ConfigError(
-            f"DATA has actions of {width} numbers, but RLinf's trajectories hold {ACTION_DIM}. Export "
-            f"recordings of a simulator with {ACTION_DIM}."
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    if files_in(folder, ".npy"):
-        raise ConfigError(f"{folder} already holds trajectories; they are not overwritten. Choose another.")
-    written = 0
-    for episode in progress(range(len(recordings)), desc="export", unit="episode"):
-        span = recordings.span(episode)
-        _write(folder / f"traj{episode:05d}.npy", recordings, episode, [0])
-        for step in keyframes(recordings.actions[span], recordings.success[span]):
-            steps = [0, *range(step - CONTEXT + 1, step + 1)]
-            name = f"traj{episode:05d}_step{step:04d}{KEYFRAME_MARK}.npy"
-            _write(folder / name, recordings, episode, steps)
-            written += 1
-    return len(recordings), written
-
-
-def _write(path: Path, recordings: Recordings, episode: int, steps: list[int]) -> None:
-    # A dict per frame; its action produced the frame, and its pose is that of the very frame.
-    frames = np.empty(len(steps), object)
-    for place, row in enumerate((recordings.offsets[episode] + np.array(steps)).tolist()):
-        frames[place] = {
-            "image": recordings.frames[row].copy(),
-            "delta_action": recordings.actions[row].astype(np.float32),
-            "instruction": recordings.tasks[episode],
-        }
-        if len(recordings.poses):
-            pose = recordings.poses[row]
-            frames[place] |= {"init_ee_pose": pose.copy(), "abs_action": pose.copy()}
-    with replacing(path) as part, part.open("wb") as file:
-        np.save(file, frames, allow_pickle=True)  # RLinf's format is a pickle; it is written, never loaded

@@ -15,12 +15,9 @@ from asyncrl.commands.recordings import main as recordings_command
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.robomimic import LIBERO_CAMERAS, LIBERO_NUMBERS, open_libero
 from asyncrl.fitting.sources import import_data_sets, load_recordings
-from asyncrl.fitting.starts import write_trajectories
 from asyncrl.records import dummy_action
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.worlds.evac.poses import rotation
-from asyncrl.worlds.rlinf_start_states import load_trajectories
-from support.recorded import KITCHEN, recorded_spec, write_recorded
 
 TASK = SUITES["libero_goal"][3]
 
@@ -168,64 +165,18 @@ def test_a_file_that_lacks_something_is_named_and_nothing_is_written(tmp_path: P
     assert not list(tmp_path.glob("data/*"))
 
 
-def test_trajectories_are_read_back_as_the_starts_they_were_made_from(tmp_path: Path) -> None:
-    write_recorded(tmp_path / "data", recorded_spec(32, poses=True), (49, 41, 9))
-    read = load_recordings([tmp_path / "data"])
-    assert write_trajectories(read, tmp_path / "out") == (3, 4)
-    names = sorted(path.stem for path in (tmp_path / "out").glob("*.npy"))
-    assert names == [
-        *("traj00000", "traj00000_step0016_kir", "traj00000_step0032_kir"),
-        *("traj00001", "traj00001_step0008_kir", "traj00001_step0024_kir"),
-        "traj00002",
-    ]
-    plain = load_trajectories(tmp_path / "out", keyframes=False)
-    assert [state.task for state in plain] == list(KITCHEN)
-    for episode, state in enumerate(plain):
-        np.testing.assert_array_equal(state.frame, read.frames[read.offsets[episode]])
-        assert len(state.context_frames) == 0
-        np.testing.assert_array_equal(state.ee_pose, read.poses[read.offsets[episode]])
-    key = load_trajectories(tmp_path / "out", keyframes=True)[2]
-    np.testing.assert_array_equal(key.frame, read.frames[0])
-    np.testing.assert_array_equal(key.context_frames, read.frames[29:33])
-    np.testing.assert_array_equal(key.context_actions, read.actions[29:33])
-    np.testing.assert_array_equal(key.ee_pose, read.poses[32])
-    frames = np.load(tmp_path / "out" / "traj00000_step0032_kir.npy", allow_pickle=True)
-    for frame, row in zip(frames, (0, 29, 30, 31, 32), strict=True):
-        for name in ("init_ee_pose", "abs_action"):
-            np.testing.assert_array_equal(frame[name], read.poses[row])
-            assert frame[name].dtype == np.float32
-
-
-def test_trajectories_of_recordings_without_poses_say_none(tmp_path: Path) -> None:
-    write_recorded(tmp_path / "data", recorded_spec(32), (9,))
-    write_trajectories(load_recordings([tmp_path / "data"]), tmp_path / "out")
-    (frame,) = np.load(tmp_path / "out" / "traj00000.npy", allow_pickle=True)
-    assert sorted(frame) == ["delta_action", "image", "instruction"]
-    assert load_trajectories(tmp_path / "out", keyframes=False)[0].ee_pose is None
-
-
-def test_trajectories_are_never_overwritten(tmp_path: Path) -> None:
-    write_recorded(tmp_path / "data", recorded_spec(32), (9,))
-    read = load_recordings([tmp_path / "data"])
-    write_trajectories(read, tmp_path / "out")
-    with pytest.raises(ConfigError, match="already holds trajectories"):
-        write_trajectories(read, tmp_path / "out")
-
-
-def test_the_command_imports_shows_and_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_imports_and_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_libero(tmp_path / "published", lengths=(33, 14))
-    data, out = str(tmp_path / "data"), str(tmp_path / "out")
+    data = str(tmp_path / "data")
     assert recordings_command(["import", str(tmp_path / "published"), "--out", data]) == 0
     assert recordings_command(["list", data]) == 0
     assert recordings_command(["stats", data]) == 0
-    assert recordings_command(["export", data, out]) == 0
     shown = capsys.readouterr().out
     assert "2 episodes in" in shown
     assert "libero_goal" in shown
     assert "agentview,wrist" in shown
     assert TASK in shown
     assert "100%" in shown
-    assert "2 starts and 1 key frames" in shown
     with pytest.raises(ConfigError, match="already holds recordings"):
         recordings_command(["import", str(tmp_path / "published"), "--out", data])
     with pytest.raises(ConfigError, match="No such file"):

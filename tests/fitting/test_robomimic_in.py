@@ -215,7 +215,6 @@ def test_a_file_that_cannot_be_understood_is_named_at_every_door(
         lambda: load_recordings([folder]),
         lambda: load_recordings([path]),
         lambda: recordings_command(["import", str(folder), "--out", str(tmp_path / "data")]),
-        lambda: recordings_command(["export", str(folder), str(tmp_path / "out")]),
     )
     for door in doors:
         with pytest.raises(ConfigError, match=rf"{name}.*{said}"):
