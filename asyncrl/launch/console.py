@@ -261,7 +261,7 @@ def update_rows(path: Path) -> list[dict[str, Any]]:
 
 def successes(rows: Iterable[Mapping[str, Any]]) -> list[float]:
     """Return the success rate of every update."""
-    rates = [row.get(m.SUCCESS_ONCE.name) for row in rows]
+    rates: list[Any] = [row.get(m.SUCCESS_ONCE.name) for row in rows]
     return [float(rate) if type(rate) in (int, float) else 0.0 for rate in rates]
 
 

@@ -49,9 +49,10 @@ def starts_asyncrl(command: Sequence[str]) -> bool:
 
 def _change_agent() -> None:
     """Do not start ranks again whose settings are wrong, and name the wait for other hosts at the end."""
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent as Agent
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-    monitor, barrier = Agent._monitor_workers, Agent._exit_barrier
+    agents: Any = LocalElasticAgent
+    monitor, barrier = agents._monitor_workers, agents._exit_barrier
 
     def monitored(agent: Any, *group: Any) -> Any:
         result = monitor(agent, *group)
@@ -65,7 +66,7 @@ def _change_agent() -> None:
             print(f"asyncrl: done here; torchrun waits up to {seconds:.0f} s for the other hosts", flush=True)
         barrier(agent)
 
-    Agent._monitor_workers, Agent._exit_barrier = monitored, waited
+    agents._monitor_workers, agents._exit_barrier = monitored, waited
 
 
 def _wait_for_ranks() -> None:
