@@ -9,7 +9,6 @@ Only the end of the run waits for it. If it dies too often, training goes on wit
 from __future__ import annotations
 
 import gc
-import logging
 import multiprocessing
 import os
 import time
@@ -26,14 +25,13 @@ from asyncrl.devices.tensors import take_device
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.evaluation import run_checkpoints, success_rate
 from asyncrl.evaluation.contact_sheet import judge, unjudged, write_judged_movie, write_judged_sheet
-from asyncrl.evaluation.run_checkpoints import EvaluatedVersion, RunCheckpoints, is_due
+from asyncrl.evaluation.run_checkpoints import RunCheckpoints, is_due
 from asyncrl.launch.children import Supervisor
 from asyncrl.launch.environment import WorldFiles, build_world_model, check_environment
 from asyncrl.launch.named_models import load_policy_version, sampling_of
 from asyncrl.launch.simulated import SimulatorFiles
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import process_status, waits
-from asyncrl.observability.logger import SHEET, VIDEOS, picture_name
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy
 from asyncrl.simulators.interface import SimulatorSource, random_start
@@ -43,19 +41,18 @@ from asyncrl.storage import run_owner
 from asyncrl.storage.assets import simulator_named
 from asyncrl.storage.checkpoint import clean_up, forget_best_after
 from asyncrl.storage.media import movie_suffix
-from asyncrl.storage.untrusted import make_folder, read_bytes, read_json_lines
+from asyncrl.storage.untrusted import make_folder, read_json_lines
 
 ROLE: Final = "evaluator"
 ROWS: Final = 8  # of a pass of the policy
 LOOK_EVERY: Final = 0.5  # Seconds between two looks, for a checkpoint and for a result
 RESPAWNS: Final = 2  # in a row
 NICENESS: Final = 19  # Niceness of the evaluator and its simulators on a CPU: training goes first
-_SHOWN: Final = (SHEET, ".gif")  # by TensorBoard
+VIDEOS: Final = "videos"
 MOVIES: Final = 6  # Episodes per version drawn into RUN/videos: true and imagined frames of the same actions
 _NAME_ONE: Final = (
     "Name one: --evaluation.simulator NAME, or package.module:make; or leave --evaluate-every out."
 )
-_log = logging.getLogger(__name__)
 
 
 def plan(
@@ -153,7 +150,7 @@ class VersionPlayer:
                 frames=config.success_frames,
             )
         make_folder(self._run_dir / VIDEOS)
-        sheet, movie = picture_name(version, SHEET), picture_name(version, movie_suffix())
+        sheet, movie = (f"{VIDEOS}/update_{version:06d}{kind}" for kind in (".png", movie_suffix()))
         write_judged_sheet(self._run_dir / sheet, judged, title)
         write_judged_movie(self._run_dir / movie, judged, title)
         return sheet, movie
@@ -203,7 +200,7 @@ class EvaluatorProcess:
         config: TrainConfig,
         run_dir: Path,
         version: int,
-        report: Callable[[int, dict[Metric, float], dict[str, bytes]], None],
+        report: Callable[[int, dict[Metric, float]], None],
         local_rank: int,
     ) -> None:
         self._config, self._run_dir, self._report = config, run_dir, report
@@ -281,16 +278,4 @@ class EvaluatorProcess:
                     m.EVAL_EPISODES: float(row.episodes),
                     m.EVAL_STEPS: row.steps,
                 }
-                self._report(row.version, values, _pictures_of(self._run_dir, row))
-
-
-def _pictures_of(run_dir: Path, row: EvaluatedVersion) -> dict[str, bytes]:
-    found = {}
-    for tag, path in (("eval/sheet", row.sheet), ("eval/movie", row.movie)):
-        suffix = Path(path).suffix
-        if suffix in _SHOWN:
-            try:
-                found[tag] = read_bytes(run_dir / picture_name(row.version, suffix))
-            except OSError as error:  # It was taken away.
-                _log.warning("TensorBoard does not get %s of version %d: %s", tag, row.version, error)
-    return found
+                self._report(row.version, values)

@@ -13,7 +13,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from io import BytesIO
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TextIO
@@ -35,14 +34,6 @@ ROWS_LIMIT: Final = 64 << 20
 """Bytes of rows that wait in memory while the disk takes none: about 10,000 updates."""
 CURVES_LIMIT: Final = 16 << 20
 LONGEST_COMMAND: Final = 4000  # characters of a start command that are kept
-VIDEOS: Final = "videos"
-SHEET: Final = ".png"
-
-
-def picture_name(version: int, suffix: str) -> str:
-    """Name the picture of a measured version, relative to the run's folder."""
-    return f"{VIDEOS}/update_{version:06d}{suffix}"
-
 
 # --- settings and command of a run ---
 
@@ -155,20 +146,6 @@ class Curves:
         points = [proto.Summary.Value(tag=name, simple_value=value) for name, value in shown.items()]
         self._events.add_summary(proto.Summary(value=points), step, now)
 
-    def write_picture(self, step: int, tag: str, content: bytes, now: float) -> None:
-        """Add a PNG or GIF file for TensorBoard's page IMAGES, on the card `tag`."""
-        from PIL import Image, UnidentifiedImageError
-        from tensorboardX.proto import summary_pb2
-
-        try:
-            with Image.open(BytesIO(content), formats=("PNG", "GIF")) as opened:
-                width, height = opened.size
-        except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
-            raise ValueError(f"no PNG or GIF: {error}") from error
-        proto: Any = summary_pb2
-        image = proto.Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=content)
-        self._events.add_summary(proto.Summary(value=[proto.Summary.Value(tag=tag, image=image)]), step, now)
-
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Finish the file, within `seconds`. Safe to call twice."""
         self._writer.close()
@@ -230,17 +207,9 @@ class MetricsLogger(contextlib.AbstractContextManager["MetricsLogger"]):
         for reader in self.readers:
             reader(step, {**values, **self._evaluated})
 
-    def write_evaluation(
-        self, step: int, values: Readings, pictures: Mapping[str, bytes] = MappingProxyType({})
-    ) -> None:
-        """Record the measurement of an earlier update; `pictures` (PNG, GIF) are TensorBoard's, by card."""
-        now = self._clock()
-        self._record(step, values, now)
-        for tag, content in pictures.items():
-            try:
-                self._curves.write_picture(step, tag, content, now)
-            except ValueError as error:
-                self.banner(f"TensorBoard does not get {tag} of update {step}: {error}")
+    def write_evaluation(self, step: int, values: Readings) -> None:
+        """Record the measurement of an earlier update."""
+        self._record(step, values, self._clock())
         if step >= self._evaluated.get(m.EVAL_VERSION, 0):
             self._evaluated = {**values, m.EVAL_VERSION: float(step)}
 

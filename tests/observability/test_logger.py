@@ -4,16 +4,14 @@ import io
 import json
 import math
 import time
-from io import BytesIO
 
 import pytest
-from PIL import Image
 
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.logger import Curves, MetricsLogger
 from asyncrl.observability.terminal import header, render
-from support.event_files import curves_in, events_in, pictures_in
+from support.event_files import curves_in, events_in
 
 VALUES = {
     m.SUCCESS_ONCE: 0.625,
@@ -161,18 +159,6 @@ def test_what_was_measured_has_a_line_of_its_own_at_its_update(tmp_path):
     assert lines[3]["eval/success_once"] == 0.5
     assert "eval/version" not in lines[3]
     assert not any("eval/success_once" in line for line in lines[:3])
-
-
-def test_a_picture_of_what_was_measured_is_at_its_update_and_one_that_is_none_is_said(tmp_path):
-    content = BytesIO()
-    Image.new("RGB", (6, 4), (1, 2, 3)).save(content, "PNG")
-    stream = io.StringIO()
-    with MetricsLogger(tmp_path, updates=9, stream=stream, evaluates=True) as logbook:
-        logbook.write_evaluation(5, evaluated(0.5, 0.4, 0.6), {"eval/sheet": content.getvalue()})
-        logbook.write_evaluation(6, evaluated(0.5, 0.4, 0.6), {"eval/sheet": b"GIF89a"})
-    assert pictures_in(tmp_path / "tensorboard") == {"eval/sheet": [(5, content.getvalue())]}
-    (line,) = stream.getvalue().splitlines()
-    assert line.startswith("TensorBoard does not get eval/sheet of update 6: no PNG or GIF")
 
 
 # --- TensorBoard ---

@@ -36,11 +36,3 @@ def curves_in(folder: Path) -> dict[str, list[tuple[int, float]]]:
     for step, value in _values_in(folder, "simple_value"):
         points.setdefault(value.tag, []).append((step, value.simple_value))
     return points
-
-
-def pictures_in(folder: Path) -> dict[str, list[tuple[int, bytes]]]:
-    """Tag -> (step, content of the file) of every picture of a run, in the order of the file."""
-    found: dict[str, list[tuple[int, bytes]]] = {}
-    for step, value in _values_in(folder, "image"):
-        found.setdefault(value.tag, []).append((step, value.image.encoded_image_string))
-    return found
