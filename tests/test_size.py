@@ -29,7 +29,7 @@ CEILINGS = {
     "replay_tools": (1406, 8),
     "rewards": (563, 4),
     "simulators": (4023, 21),
-    "storage": (2337, 10),
+    "storage": (2336, 10),
     "weights": (2158, 11),
     "worlds": (5532, 24),
 }

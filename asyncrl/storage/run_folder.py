@@ -338,18 +338,17 @@ def read_starts(run_dir: Path) -> list[dict[str, Any]]:
 
 def git_state(checkout: Path) -> tuple[str, bool]:
     """Return the commit of a checkout ('' if unknown), and whether tracked files differ from it."""
-
-    def git(*arguments: str) -> str:
-        # A file system monitor is a program that the checkout's settings name.
-        command = ["git", "-c", "core.fsmonitor=false", "-C", str(checkout), *arguments]
-        environ = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}
-        try:
-            done = subprocess.run(  # noqa: S603
-                command, capture_output=True, text=True, timeout=10.0, env=environ, check=True
-            )
-        except (OSError, subprocess.SubprocessError, UnicodeError):
-            return ""  # No git, or it does not trust the folder.
-        return done.stdout.strip()
-
-    commit = git("rev-parse", "HEAD") if (checkout / ".git").exists() else ""
-    return commit, bool(commit and git("status", "--porcelain", "--untracked-files=no"))
+    # A file system monitor is a program that the checkout's settings name.
+    command = ["git", "-c", "core.fsmonitor=false", "-C", str(checkout), "describe", "--always", "--dirty"]
+    command += ["--exclude=*", "--abbrev=40"]  # The commit, whatever tags there are.
+    environ = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}
+    if not (checkout / ".git").exists():
+        return "", False
+    try:
+        done = subprocess.run(  # noqa: S603
+            command, capture_output=True, text=True, timeout=10.0, env=environ, check=True
+        )
+    except (OSError, subprocess.SubprocessError, UnicodeError):
+        return "", False  # No git, or it does not trust the folder.
+    commit, _, dirty = done.stdout.strip().partition("-")
+    return commit, bool(dirty)
