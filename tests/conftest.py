@@ -1,7 +1,5 @@
 """What all tests share: those that need a GPU are left out where there is none."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

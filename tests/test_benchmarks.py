@@ -1,7 +1,5 @@
 """Benchmarks of speed run to their last line on a laptop, without the minutes that compilation takes."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -47,26 +45,21 @@ def test_a_benchmark_ends_with_its_table(
     assert re.search(LAST[name], capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT", "matrix products"),
-        ("sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc", "convolutions"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7", "attention"),
-        ("triton_red_fused__to_copy_add_mul_native_layer_norm_3", "fused by the compiler"),
-        ("Memcpy DtoD (Device -> Device)", "copies"),
-        ("ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "between devices"),
-        ("kernel_that_nobody_knows", "other"),
-    ],
-)
-def test_a_kernel_is_told_by_its_name(name: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    assert import_module("measuring").class_of(name) == expected
+CLASSES = {
+    "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT": "matrix products",
+    "sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc": "convolutions",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7": "attention",
+    "triton_red_fused__to_copy_add_mul_native_layer_norm_3": "fused by the compiler",
+    "Memcpy DtoD (Device -> Device)": "copies",
+    "ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "between devices",
+    "kernel_that_nobody_knows": "other",
+}
 
 
 def test_the_time_of_kernels_is_shared_out_and_the_rest_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     times = import_module("measuring")
+    assert {name: times.class_of(name) for name in CLASSES} == CLASSES
     spans = [("a_gemm", 0, 40), ("triton_x", 30, 50), ("a_gemm", 60, 90), ("triton_y", 65, 70)]
     found = [times.Kernel(name=name, start=start, end=end) for name, start, end in spans]
     assert times.busy(found) == 80  # 0 to 50 and 60 to 90, whatever ran at the same time.

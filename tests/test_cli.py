@@ -1,7 +1,5 @@
 """The command line: fast, and helpful to those who mistype."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -13,7 +11,6 @@ import pytest
 
 from asyncrl import __version__, cli
 from asyncrl.errors import RunError
-from asyncrl.observability.metrics import as_markdown
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
@@ -79,13 +76,6 @@ def test_no_positional_argument_is_named_after_its_type(
     usage = help_of(call, capsys).splitlines()[0]
     without_flags = re.sub(r"--[a-z-]+ \[?(STR|PATH|INT|FLOAT)", "--flag", usage)
     assert not re.search(r"\b(STR|PATH|INT|FLOAT)\b(?! ?\.\.\.)", without_flags)
-
-
-def test_the_program_runs_as_a_module() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "asyncrl", "metrics"], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout == as_markdown()
 
 
 @pytest.mark.parametrize(("arguments", "code"), [([], 2), (["-h"], 0), (["help"], 0), (["--version"], 0)])

@@ -1,7 +1,5 @@
 """Every fact through every door: what comes in is read rightly, or refused in one sentence."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """The classes of docs/extending.md, which the repository does not know, do all that built-in ones do."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

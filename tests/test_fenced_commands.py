@@ -1,7 +1,5 @@
 """Every command that a page, a recipe or a script tells a reader to type is understood by its parser."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import io

@@ -41,7 +41,7 @@ LIGHT = (
     "commands.replay",
 )
 """Import neither torch nor a library of models or physics."""
-HEAVY = {"torch", "transformers", "diffusers", "mujoco"}
+HEAVY = {"torch", "transformers", "diffusers", "mujoco", "pyarrow", "av"}
 
 
 def part_of(file: Path) -> str:

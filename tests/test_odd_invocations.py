@@ -1,7 +1,5 @@
 """Odd ways to call asyncrl end in a sentence and a code."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -150,6 +148,7 @@ EXPECTED = {
     "replay prune {m}/run --dry-run --keep-gigabytes inf": "--keep-gigabytes is inf",
     "evaluate tabletop --workers 0": "--workers is 0, but it must be at least 1",
     "collect --out {n}/new --workers 0": "--workers is 0, but it must be at least 1",
+    f"{TINY} --run-dir {{w}}/file": "file is a file",
     "collect --out {w}/file": "file is a file, where a folder is expected",
     "collect --out {w}/file/below": "cannot be made (Not a directory)",
     f"{TINY} --world {{w}}/index_infinity": "which is not in JSON",

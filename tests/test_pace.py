@@ -1,7 +1,5 @@
 """`asyncrl pace`: its rounds end the same however often the command line was ended and given again."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

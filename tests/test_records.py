@@ -1,7 +1,5 @@
 """What counts as a sound episode, and what is said about one that is not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Names of installed packages: found when they are named, and nothing of theirs is imported before."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`asyncrl replay imagine`: a stored group goes through the models again. A real run of tiny models."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

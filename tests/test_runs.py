@@ -1,7 +1,5 @@
 """`asyncrl runs`: what runs there are, how far they are, and what they take of the disk."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The simulation of many GPUs, with small numbers whose results follow from a formula."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Budgets of the way: modules and lines of functions that run in a decision, an update and a start."""
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess

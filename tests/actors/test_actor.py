@@ -67,19 +67,6 @@ def test_slots_are_filled_in_the_order_of_the_grants() -> None:
     assert slots.episode(1).seed == episode_seed(0, 4, 1)
 
 
-def test_a_free_slot_is_refilled_while_the_neighbours_go_on() -> None:
-    slots = Slots(2, run_seed=0)
-    slots.add_group(grant(0), start(0), 3)
-    fill(slots, 0)
-    cleared = slots.clear(0)
-    assert (cleared.plan.member, slots.live) == (0, [1])
-    assert fill(slots, 0) == [0]
-    assert members(slots) == [(0, 2), (0, 1)]
-    slots.clear(1)
-    assert fill(slots, 0) == []
-    assert slots.wanted(0) == 1
-
-
 def test_a_group_that_is_removed_leaves_its_slots_and_the_queue_and_no_other_group_does() -> None:
     slots = Slots(3, run_seed=0)
     for number in (4, 5, 6):
@@ -91,16 +78,6 @@ def test_a_group_that_is_removed_leaves_its_slots_and_the_queue_and_no_other_gro
     slots.remove_group(4)
     assert members(slots) == [None, None, (6, 0)]
     assert [(m.grant.number, m.member) for m in slots.pending] == [(6, 1)]
-
-
-def test_episodes_wait_for_the_version_their_grant_asks_for() -> None:
-    slots = Slots(4, run_seed=0)
-    slots.add_group(grant(0, min_version=1), start(0), 2)
-    slots.add_group(grant(1, min_version=2), start(1), 2)
-    assert fill(slots, 0) == []
-    assert fill(slots, 1) == [0, 1]
-    assert fill(slots, 1) == []
-    assert fill(slots, 2) == [2, 3]
 
 
 # ---- the record ----------------------------------------------------------------------------------
@@ -236,17 +213,6 @@ def imagine(models: WorldBackend, wanted: list[tuple[int, int]]) -> list[dict[st
     models.launch(slots, stage, slots.live, 7)
     models.collect(slots, stage, 60.0)
     return [slots.episode(index).decisions[0] for index in range(len(wanted))]
-
-
-def test_an_episode_does_not_depend_on_its_neighbours(imagination: WorldBackend) -> None:
-    (alone,) = imagine(imagination, [(1, 1)])
-    together = imagine(imagination, [(0, 0), (2, 1), (1, 1), (1, 0)])[2]
-    np.testing.assert_array_equal(alone["tokens"], together["tokens"])
-    np.testing.assert_allclose(alone["logprobs"], together["logprobs"], atol=1e-4)
-    np.testing.assert_allclose(alone["success_scores"], together["success_scores"], atol=1e-3)
-    difference = alone["video"].astype(int) - together["video"].astype(int)
-    assert np.abs(difference).max() <= 1
-    assert (alone["noise_seeds"], alone["policy_versions"]) == (together["noise_seeds"], 7)
 
 
 def test_siblings_share_their_start_and_nothing_else(imagination: WorldBackend) -> None:

@@ -26,8 +26,6 @@ from support.episodes import make_episode
 from support.failing_models import GROUP, NAN, Poisoned, counts, episodes_of, inline_run, named
 from support.replay import next_batch
 from support.replay_server import ScriptedSocket, acquire, kill, start_server, until
-from support.tiny_models import start_state, write_models
-from support.worlds import load_world
 
 CAUSE_OF = {
     "logprob": "policy",
@@ -115,26 +113,6 @@ def test_tokens_are_chosen_of_logits_without_a_number_and_other_rows_do_not_noti
         assert 0 <= int(found.min()) <= int(found.max()) <= 255
         logprobs = logprob_of(distributions[1], found)
         assert logprobs.isfinite().all(dim=1).tolist() == [True, False, True]
-
-
-def test_the_world_says_which_rows_are_not_finite(tmp_path: Path) -> None:
-    write_models(tmp_path)
-    world = load_world(tmp_path / "world")
-    state = world.start([start_state(n, 64) for n in range(2)])
-    assert state.finite.tolist() == [True, True]
-    actions = torch.zeros(2, 8, 7)
-    frames, after = world.imagine(state, actions, [1, 2])
-    assert after.finite.tolist() == [True, True]
-    for tensor in (state.memory, state.cache[-1]):
-        kept = tensor.clone()
-        tensor[0] = NAN
-        others, sick = world.imagine(state, actions, [1, 2])
-        tensor.copy_(kept)
-        assert sick.finite.tolist() == [False, True]
-        assert torch.equal(others[1], frames[1])
-        _, later = world.imagine(sick, actions, [1, 2])
-        assert later.finite.tolist() == [False, True]
-        assert sick.select([1, 0]).finite.tolist() == [True, False]
 
 
 # ---- errors --------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 
 from asyncrl.actors import imagination
 from asyncrl.actors.actor import ActorTelemetry
-from asyncrl.actors.backend import Stage, split_slots
+from asyncrl.actors.backend import split_slots
 from asyncrl.actors.imagination import wait_for
 from asyncrl.config.sections import ActorSettings
 from asyncrl.devices import streams
@@ -44,15 +44,6 @@ def test_slots_are_cut_into_parts_that_differ_by_one_at_most() -> None:
     assert split_slots(3, 2) == [range(1), range(1, 3)]
     with pytest.raises(ConfigError, match=r"actor.slots is 1.*each of --actor.pipeline-stages needs one"):
         ActorSettings(slots=1, pipeline_stages=2)
-
-
-def test_a_decision_of_all_rows_swaps_the_states_and_copies_nothing() -> None:
-    stage = Stage(indices=range(2))
-    first, after = rows(7, 8), rows(70, 80)
-    stage.open([0, 1], first)
-    assert stage.state_of([0, 1]) is first
-    stage.replace([0, 1], after)
-    assert stage.state_of([0, 1]) is after
 
 
 # ---- the order of launches -----------------------------------------------------------------------

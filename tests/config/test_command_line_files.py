@@ -1,7 +1,5 @@
 """Files of settings anywhere on the command line, several of them, and what --dry-run writes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Settings: flags and files in, one configuration out, or an answer that helps."""
 
-from __future__ import annotations
-
 import json
 from operator import attrgetter
 from pathlib import Path
@@ -82,6 +80,7 @@ def test_a_wrong_file_is_answered_with_what_is_wrong(tmp_path: Path, text: str, 
         (AlgorithmSettings, {"top_k": 257}, "--algorithm.top-k is 257.*at most 256"),
         (AlgorithmSettings, {"clip_low": 1.5}, "--algorithm.clip-low is 1.5"),
         (AlgorithmSettings, {"dual_clip": 0.9}, "--algorithm.dual-clip is 0.9"),
+        (CorrectionSettings, {"trust_region": 1.5}, "--correction.trust-region is 1.5"),
         (CorrectionSettings, {"min_weight": 1.0}, "--correction.min-weight is 1.0.*must be below 1"),
         (OptimizerSettings, {"max_grad_norm": 0.0}, "--optimizer.max-grad-norm is 0.0.*trains nothing"),
         (OptimizerSettings, {"beta2": -0.1}, "--optimizer.beta2 is -0.1"),
@@ -279,12 +278,6 @@ def test_auto_follows_from_the_lag_that_holds(max_lag, chosen, holds) -> None:
         replay=ReplaySettings(max_lag=max_lag), correction=CorrectionSettings(trust_region=chosen)
     )
     assert config.trust_region == holds
-
-
-@pytest.mark.parametrize("wrong", [-0.1, 1.5, float("nan")])
-def test_what_is_no_difference_of_probabilities_is_refused(wrong: float) -> None:
-    with pytest.raises(ConfigError, match=r"--correction\.trust-region"):
-        CorrectionSettings(trust_region=wrong)
 
 
 CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[str]]] = [

@@ -1,7 +1,5 @@
 """The short help: one screen of what is often used, and a way to the rest."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A function as a CUDA graph: the same numbers, new inputs each time, weights that change in place."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Products of 8-bit numbers: against slow arithmetic, row by row, and in worlds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Products that are wrong are found before anything is learned from them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Offloading: tensors go to host memory and come back as they were; what uses them does not notice."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import time
@@ -274,21 +272,6 @@ def test_an_actor_that_was_parked_imagines_what_it_would_have_imagined(
     for one, other in zip(plain, found, strict=True):
         for name, array in episode_arrays(one).items():
             np.testing.assert_array_equal(array, episode_arrays(other)[name], name)
-
-
-def test_an_actor_reports_what_it_parked(
-    imagination: WorldBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("asyncrl.actors.actor.REPORT_EVERY", 0.0)
-    actor, replay, _ = actor_with(imagination, tmp_path, slots=GROUP)
-    offloaded = offloading(actor)
-    while not replay.state.limiter.ready:
-        actor.step(0.0)
-    idle_until_offloaded(actor, offloaded)
-    actor.step(0.0)
-    assert replay.status()[m.ACTOR_OFFLOADED] == offloaded.bytes > 1_000_000
-    actor.offload.restore()
-    replay.close()
 
 
 @pytest.mark.parametrize("offload", [False, True])

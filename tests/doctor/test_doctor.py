@@ -1,7 +1,5 @@
 """`asyncrl doctor`: its report, its exit code, and what it says about packages, machine and devices."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import re

@@ -1,7 +1,5 @@
 """`asyncrl doctor` on GPUs: what it says about devices, memory and NCCL between every pair."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

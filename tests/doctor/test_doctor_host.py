@@ -1,7 +1,5 @@
 """`asyncrl doctor` about this host's disk and network: everything failing for real."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`asyncrl doctor --simulator`: what it plays, measures and says, and its exit code."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """The doctor tries the world of a run, and counts what each kind of world needs through its interface."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`asyncrl doctor` between two devices: real processes, a real broadcast, and pairs that hang or die."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The doctor's estimate of device memory against what docs/measurements/run_speed.md measured."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from pathlib import Path

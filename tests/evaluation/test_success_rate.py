@@ -213,14 +213,6 @@ def test_frames_are_shown_as_episodes_end_and_kept_of_the_first_plays_only() -> 
     assert [len(e.states) for e in played] == [len(e.frames) for e in played]
 
 
-def test_what_a_policy_must_not_choose_is_one_sentence() -> None:
-    wide, narrow = np.full((1, 8, 7), np.nan, np.float32), np.zeros((1, 8, 6), np.float32)
-    with pytest.raises(ConfigError, match=r"shape \[8, 7\], not all of them finite in seed-100"):
-        list(rollout(pool(1), lambda shown: wide, plays([100])))
-    with pytest.raises(ConfigError, match=r"shape \[8, 6\] in seed-100"):
-        list(rollout(pool(1), lambda shown: narrow, plays([100])))
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import zlib
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import torch
 from asyncrl.commands.fit import main as fit
 from asyncrl.errors import AssetError, ConfigError
 from asyncrl.fitting.fit_models import fit_policy, shown_to
-from asyncrl.fitting.loop import BatchSource, Schedule
+from asyncrl.fitting.loop import Schedule
 from asyncrl.fitting.recording_files import FrameFile, Recordings, cache_folder
 from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.wan import encode_recordings, redraw, windows
@@ -64,15 +63,6 @@ def test_a_file_of_pictures_is_indexed_like_an_array(index: object) -> None:
     assert found.dtype == np.uint8
 
 
-def test_a_file_of_pictures_has_the_bounds_of_an_array() -> None:
-    file = filed(noise(3))
-    assert (len(file), file.shape, file.nbytes) == (3, (3, 4, 6, 3), 3 * 72)
-    with pytest.raises(IndexError):
-        file[3]
-    with pytest.raises(ValueError, match="does not fit"):
-        file.write(2, noise(2))
-
-
 def test_a_file_of_pictures_leaves_no_name_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -89,13 +79,6 @@ def test_pictures_without_room_are_refused_with_what_they_need(
     monkeypatch.setattr("tempfile.tempdir", None)
     with pytest.raises(AssetError, match=r"take 50000\.0 GB unpacked, and .* GB free .*TMPDIR"):
         FrameFile((50_000_000, 1000, 1000, 1))
-
-
-def test_batches_are_the_rows_that_were_asked_for() -> None:
-    frames, rows = noise(9), torch.tensor([[3, 1], [8, 8]])
-    for source in (frames, filed(frames)):
-        found = BatchSource(source, torch.device("cpu")).take(rows)
-        np.testing.assert_array_equal(found.numpy(), frames[rows.numpy()])
 
 
 # ---- what is read --------------------------------------------------------------------------------
@@ -166,13 +149,6 @@ def test_a_damaged_recording_is_named(
     with pytest.raises(ConfigError, match=said) as refused:
         load_recordings([tmp_path])
     assert str(path) in str(refused.value)
-
-
-@pytest.mark.timeout(60)
-def test_a_recording_that_is_a_named_pipe_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "part-00000.h5")
-    with pytest.raises(ConfigError, match=r"part-00000.h5 cannot be read .*named pipe"):
-        load_recordings([tmp_path])
 
 
 @pytest.mark.parametrize(

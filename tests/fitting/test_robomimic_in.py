@@ -16,7 +16,6 @@ import pytest
 from asyncrl.commands.recordings import main as recordings_command
 from asyncrl.commands.replay import main as replay_command
 from asyncrl.errors import AssetError, ConfigError
-from asyncrl.fitting.recording_files import FORMAT
 from asyncrl.fitting.settings import DataSetSettings
 from asyncrl.fitting.sources import load_recordings
 from asyncrl.records import Episode
@@ -309,17 +308,6 @@ def test_what_looks_into_recordings_says_how_to_make_some(tmp_path: Path, episod
     for command in ("list", "stats"):
         with pytest.raises(ConfigError, match=r"data set of another program.*asyncrl recordings import"):
             recordings_command([command, str(path)])
-
-
-def test_what_is_of_no_kind_is_refused_with_the_kinds_there_are(tmp_path: Path) -> None:
-    path = tmp_path / "x.h5"
-    h5py.File(path, "w").close()
-    with pytest.raises(ConfigError, match=r"neither a recording .* nor robomimic.*LeRobot v3 folder"):
-        load_recordings([path])
-    with h5py.File(path, "w") as file:
-        file.attrs["format"] = FORMAT
-    with pytest.raises(ConfigError, match="is not a recording"):
-        load_recordings([path])
 
 
 def run_with(run: Path, group: list[Episode]) -> Path:

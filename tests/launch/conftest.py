@@ -1,7 +1,5 @@
 """What the tests of whole runs share."""
 
-from __future__ import annotations
-
 import pytest
 
 from support.tiny_models import write_models

@@ -1,7 +1,5 @@
 """A run reaches its target although its processes die all the time: nothing is lost, doubled or stale."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The children of a rank: who is waited for and who is not."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 

@@ -1,7 +1,5 @@
 """What a run says at its end, by the world that it imagined in."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

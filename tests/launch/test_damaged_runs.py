@@ -1,7 +1,5 @@
 """Damaged folders of runs: a resume goes on or says in a sentence what to do; nothing outside is touched."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Which device a process works on, on hosts with and without GPUs."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """`asyncrl train --dry-run`: what cannot work is refused, the settings are printed, nothing is written."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Any

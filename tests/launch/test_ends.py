@@ -1,7 +1,5 @@
 """How a run ends before its last update: what is saved, what is said, and the exit code."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Whole runs with --evaluate-every: the truth is measured beside the training, which never waits for it."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import time

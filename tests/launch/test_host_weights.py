@@ -1,7 +1,5 @@
 """Weights on another host: fetched once, handed on to the actors there, and ended as the learner ends."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path

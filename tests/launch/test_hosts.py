@@ -1,7 +1,5 @@
 """Hosts of one job: which ranks they have, what they must agree on, and how they meet."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

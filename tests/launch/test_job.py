@@ -1,7 +1,5 @@
 """A process reads its place in the job, and what rank 0 decided reaches the other ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

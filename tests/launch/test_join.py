@@ -1,7 +1,5 @@
 """`asyncrl actor --join` as a user meets it: whole runs whose actors come late, leave and are killed."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """One run from its first moment to its resume: monitored, left alone, killed, stopped."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

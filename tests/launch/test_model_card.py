@@ -1,7 +1,5 @@
 """Model cards say what a run's files say, and no number besides."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

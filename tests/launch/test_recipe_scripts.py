@@ -1,7 +1,5 @@
 """The scripts of the shipped weights and of LIBERO-Spatial: asyncrl takes every command that they give."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A resumed inline run is the run that was never interrupted: same weights, same rows, same groups."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

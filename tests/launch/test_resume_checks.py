@@ -1,7 +1,5 @@
 """What a resume finds in a folder: damaged checkpoints, lost ledgers, foreign groups, another group size."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil
@@ -48,17 +46,13 @@ def test_a_flipped_bit_ends_a_resume_with_the_file_and_the_remedy(
 ) -> None:
     folder = run / "checkpoints" / "update_000002"
     (state,) = folder.glob("state/*.safetensors")
-    for path in (state, folder / "state.json", folder / "random-00000.safetensors"):
-        whole = path.read_bytes()
-        changed = bytearray(whole)
-        changed[-3] ^= 1
-        path.write_bytes(changed)
-        assert resume(run, *INLINE) == 2
-        said = capsys.readouterr().err
-        assert f"{path.name} cannot be read" in said
-        assert "Delete the folder update_000002; --resume then continues" in said
-        path.write_bytes(whole)
-    state.write_bytes(bytes(8))
+    changed = bytearray(state.read_bytes())
+    changed[-3] ^= 1
+    state.write_bytes(changed)
+    assert resume(run, *INLINE) == 2
+    said = capsys.readouterr().err
+    assert f"{state.name} cannot be read" in said
+    assert "Delete the folder update_000002; --resume then continues" in said
     shutil.rmtree(folder)  # As the error says.
     assert resume(run, *INLINE, updates=3) == 0
     assert rows(run)[-1]["step"] == 3

@@ -1,7 +1,5 @@
 """Whole runs over several hosts, started by torchrun: what works, what is lost, what goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

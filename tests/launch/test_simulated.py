@@ -1,7 +1,5 @@
 """A simulator as --world: which names mean one, where its episodes begin, what is refused, and whole runs."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -6,7 +6,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +19,7 @@ from asyncrl.launch.job import Hosts
 from asyncrl.messaging.sockets import bind_router
 from asyncrl.storage.run_owner import RunIdentity
 from support import child_environment
+from support.waiting import wait_for
 
 DEADLINE = 20.0
 
@@ -67,13 +67,6 @@ def refuse_to_stop(path):
 
 def target(function):
     return f"{__name__}:{function.__name__}"
-
-
-def wait_until(condition, what):
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < end, f"{what} did not happen within {DEADLINE} s"
-        time.sleep(0.005)
 
 
 def ended(pid):
@@ -202,7 +195,7 @@ def test_a_killed_child_is_reported_by_the_signals_name(tmp_path):
 def test_stop_asks_and_then_ends(tmp_path, function, deadline, number):
     ready = tmp_path / "ready"
     child = Supervisor("actor", target(function), (str(ready),), tmp_path / "log", 5)
-    wait_until(ready.exists, "the start of the child")
+    wait_for(ready.exists)
     assert child.stop(deadline) == -number
     assert ended(child.pid)
     child.poll()
@@ -224,10 +217,10 @@ def test_no_child_outlives_a_parent_that_was_killed(tmp_path):
     environ = child_environment()
     with subprocess.Popen([sys.executable, str(script)], env=environ) as parent:
         try:
-            wait_until(lambda: ready.exists() and ready.read_text(), "the start of the child")
+            wait_for(lambda: ready.exists() and ready.read_text())
         finally:
             parent.kill()
-    wait_until(lambda: ended(int(ready.read_text())), "the end of the child")
+    wait_for(lambda: ended(int(ready.read_text())))
 
 
 def test_supervising_needs_no_torch():

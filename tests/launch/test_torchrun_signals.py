@@ -1,7 +1,5 @@
 """Ctrl-C and SIGTERM end a run with its own last lines, however it was started."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,9 +1,6 @@
 """`asyncrl train` as a user meets it: whole runs with random tiny models, and what it answers to mistakes."""
 
-from __future__ import annotations
-
 import itertools
-import shutil
 import sys
 from dataclasses import replace
 
@@ -20,10 +17,9 @@ from asyncrl.replay_tools.episodes import read_rows, replay_folder
 from asyncrl.simulators.tabletop.simulator import Tabletop
 from asyncrl.storage import checkpoint
 from asyncrl.storage.run_folder import read_starts
-from asyncrl.worlds.start_states import save_start_states
 from support.event_files import curves_in
-from support.tiny_models import GROUP_SIZE, start_state
-from support.whole_runs import ROOT, Program, exit_code, rows
+from support.tiny_models import GROUP_SIZE
+from support.whole_runs import ROOT, Program, rows
 
 
 @pytest.mark.timeout(60)
@@ -83,47 +79,6 @@ def test_a_run_in_which_nothing_succeeds_says_that_it_learned_nothing(
     assert "--algorithm.temperature" in line
     assert not any(line.startswith("update 2:") for line in lines), "once is enough until the next header"
     assert any(f"from:  in 2 of 2 updates {said}" in line for line in lines), "the end says it again"
-
-
-def test_a_tracker_that_is_not_installed_ends_the_start_with_nothing_made(
-    flags, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    run = tmp_path / "run"
-    more = ["--inline", "--updates", "1", "--run-dir", str(run), "--log-with", "tensorboard", "mlflow"]
-    assert exit_code([*flags, *more]) == 2
-    assert "pip install mlflow" in capsys.readouterr().err
-    assert not run.exists()
-
-
-def test_what_cannot_work_is_said_with_exit_code_2_and_starts_nothing(flags, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    (tmp_path / "used").mkdir()
-    (tmp_path / "used" / "note.txt").write_text("an older run")
-    cut = shutil.copytree(flags[1], tmp_path / "cut")
-    (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:5000])
-    save_start_states(tmp_path / "small.h5", [start_state(0, 32)])
-    (tmp_path / "garbage.h5").write_bytes(b"not HDF5")
-    cases: list[tuple[list[str], str]] = [
-        (["--actor.slotz", "3"], "slotz"),
-        (["--algorithm.group-size", "1"], "group-size"),
-        (["--policy", str(cut)], "model.safetensors"),
-        (["--world", "nowhere"], "nowhere"),
-        (["--start-states", "small.h5"], "32"),
-        (["--start-states", "garbage.h5"], "garbage.h5"),
-        (["--run-dir", "used", "--resume"], "config.json"),
-        (["missing.toml"], "missing.toml"),
-    ]
-    for wrong, named in cases:
-        leading = wrong[0].endswith(".toml")
-        code = exit_code([*wrong, *flags] if leading else [*flags, *wrong])
-        output = capsys.readouterr()
-        assert code == 2, wrong
-        assert named in output.err, (wrong, output.err)
-        assert "Traceback" not in output.err
-    assert not (tmp_path / "runs").exists(), "a run that cannot work leaves no folder"
 
 
 def test_help_answers_without_loading_torch(tmp_path):

@@ -1,7 +1,5 @@
 """Whole runs on GPUs: one shared by learner and actor, and learners and actors with one each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """OpenVLA with 8 steps per decision trains like other policies; what cannot train is refused at the start."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -60,6 +58,7 @@ def test_openvla_trains_by_tokens_and_by_decisions(tmp_path: Path, level: str) -
     ("changes", "said"),
     [
         ({"decoding": "autoregressive", "chunk": 1}, "makes 1 steps"),
+        ({"chunk": 25, "action_dim": 14}, "makes 25 steps"),
         ({"images": 2}, "looks at 2 pictures"),
         ({"proprio_dim": 8}, "needs proprioception"),
     ],

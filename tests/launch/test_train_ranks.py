@@ -1,7 +1,5 @@
 """Two learner ranks and an actor under torchrun, as a user starts them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

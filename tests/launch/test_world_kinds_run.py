@@ -1,7 +1,5 @@
 """Whole runs in every kind of world: two stages, models that wait in host memory, and an actor that joins."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -60,13 +60,13 @@ def gradients(policy: OpenVLAOFTPolicy) -> dict[str, Tensor]:
     return {name: p.grad for name, p in found.items() if p.grad is not None}
 
 
-def assert_same_gradients(copies: int = 1) -> None:
+def assert_same_gradients() -> None:
     group = DistributedRanks(20.0)
     alone = policy_of()
     for row in range(ROWS):
         loss_of(alone, slice(row, row + 1)).backward()
     expected = gradients(alone)
-    policy = shard(policy_of(), CPU, "fp32", copies=copies)
+    policy = shard(policy_of(), CPU, "fp32")
     with torch.no_grad():  # Leaves nothing gathered behind.
         before = policy.evaluate(*_inputs(policy), SAMPLING).logprob
     torch.testing.assert_close(before, alone.evaluate(*_inputs(alone), SAMPLING).logprob, atol=1e-5, rtol=0)
@@ -267,14 +267,6 @@ def rows_of_ranks_exchange_once_in_a_step() -> list[list[int]]:
     return counts
 
 
-@pytest.mark.timeout(120)
-def test_copies_are_added_up_behind_the_last_pass_of_a_step() -> None:
-    for one_pass, three, again in run_ranks(rows_of_ranks_exchange_once_in_a_step, ranks=4, deadline=110.0):
-        gathered, sums, between = one_pass
-        assert between == sums > 1
-        assert three == again == [3 * gathered, 3 * sums, between]
-
-
 class Skips(nn.Module):
     """Three small layers that share a unit, each of which may be left out, and a large one."""
 
@@ -348,14 +340,16 @@ def norm_of_gradients(copies: int) -> float:
     return norm
 
 
-def two_copies_have_the_gradient_of_one_rank() -> tuple[float, float]:
-    assert_same_gradients(copies=2)
-    return norm_of_gradients(copies=1), norm_of_gradients(copies=2)
+def two_copies() -> tuple[list[list[int]], float, float]:
+    return rows_of_ranks_exchange_once_in_a_step(), norm_of_gradients(copies=1), norm_of_gradients(copies=2)
 
 
 @pytest.mark.timeout(120)
-def test_hosts_that_have_a_copy_each_have_the_gradient_of_one_rank() -> None:
-    for alone, twice in run_ranks(two_copies_have_the_gradient_of_one_rank, ranks=4, deadline=110.0):
+def test_hosts_that_have_a_copy_each_add_them_up_behind_the_last_pass_of_a_step() -> None:
+    for (one_pass, three, again), alone, twice in run_ranks(two_copies, ranks=4, deadline=110.0):
+        gathered, sums, between = one_pass
+        assert between == sums > 1
+        assert three == again == [3 * gathered, 3 * sums, between]
         assert twice == pytest.approx(alone, rel=1e-5)
 
 

@@ -304,15 +304,3 @@ def test_a_policy_that_is_not_finite_from_the_beginning_is_not_published(tmp_pat
     with pytest.raises(RunError, match=r"\(unused\), before the update from version 0.*--policy"):
         run.learner.run()
     assert run.publisher.published == {}
-
-
-def test_an_update_that_breaks_the_weights_saves_nothing(tmp_path: Path) -> None:
-    run = Run(tmp_path, updates=2)
-
-    def poison(*_: Any) -> None:
-        run.policy.logits.data.fill_(float("nan"))
-
-    run.learner.update.optimizer.register_step_post_hook(poison)
-    with pytest.raises(RunError, match="not finite"):
-        run.learner.run()
-    assert saved(tmp_path) == []

@@ -164,16 +164,6 @@ def test_aggregation_weights_by_hand(aggregation: str, expected: list[float]) ->
     torch.testing.assert_close(weights.flatten(), torch.tensor(expected))
 
 
-def test_length_normalised_is_rlinfs_formula() -> None:
-    """Mean over all ``[T, B]`` places of ``loss * mask * T / valid`` with T = 4 places and B = 2 episodes."""
-    losses = torch.tensor([[[1.0, 2.0]], [[4.0, 0.0]], [[8.0, 16.0]]])
-    padded = torch.tensor([[1.0, 2.0, 4.0, 0.0], [8.0, 16.0, 0.0, 0.0]])
-    valid = torch.tensor([[3.0], [2.0]])
-    rlinf = (padded * 4 / valid).mean()
-    weights = aggregation_weights(MASK, EPISODE, "length_normalised", units=5, episodes=2, max_units=4)
-    torch.testing.assert_close((weights * losses).sum(), rlinf)
-
-
 def test_a_rank_without_an_episode_counts_nothing() -> None:
     mask, episode = torch.zeros(0, 8, 7, dtype=torch.bool), torch.zeros(0, dtype=torch.int64)
     weights = aggregation_weights(mask, episode, "length_normalised", units=56, episodes=1, max_units=56)

@@ -162,22 +162,6 @@ def test_micro_batches_do_not_change_the_gradient(micro_batch: int, changes: dic
             torch.testing.assert_close(b, a, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"algorithm__kind": "ppo"}, {"algorithm__advantage_scale": "batch_std"}], ids=name_of
-)
-@settings(max_examples=6, deadline=None)
-@given(order=st.permutations(range(3)))
-def test_the_order_of_the_groups_does_not_change_the_gradient(
-    order: list[int], changes: dict[str, Any]
-) -> None:
-    groups, config = groups_of(OUTCOMES), recipe(**changes)
-    straight = gradients(policy_for(config), build_batch(groups, version=0), config)
-    shuffled = gradients(policy_for(config), build_batch([groups[g] for g in order], version=0), config)
-    for a, b in zip(straight, shuffled, strict=True):
-        if a is not None:
-            torch.testing.assert_close(b, a, atol=1e-6, rtol=0)
-
-
 def test_decisions_without_signal_are_not_evaluated_but_stay_in_the_denominator() -> None:
     policy, config = TablePolicy(rows=8), recipe(algorithm__micro_batch=1000)
     gradient, _ = gradients(policy, stale_batch(), config)

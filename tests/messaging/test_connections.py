@@ -1,11 +1,7 @@
 """Connections of a listening socket leave half of the process's open files to others."""
 
-from __future__ import annotations
-
 import logging
 import socket
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
@@ -15,14 +11,8 @@ from asyncrl.messaging.sockets import ConnectionGuard, bind_router
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import waits
 from support.sockets import connect_dealer
+from support.waiting import wait_for
 from support.weights import PATIENCE
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    until = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 @pytest.mark.timeout(60)

@@ -1,7 +1,5 @@
 """Keys: private files that are never overwritten, and a replay that admits listed clients only."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

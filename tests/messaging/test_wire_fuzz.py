@@ -1,7 +1,5 @@
 """Damaged messages and files end in the one error, or arrive as they were."""
 
-from __future__ import annotations
-
 import json
 import random
 import struct

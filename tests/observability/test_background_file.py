@@ -1,7 +1,5 @@
 """Rows and curves on a disk that is full, slow or gone: the learner goes on, and what is lost is counted."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

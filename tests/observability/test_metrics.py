@@ -1,7 +1,5 @@
 """The registry of metrics: folding rules, names, advice, and the generated page."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A thread left in a library does not spoil its process's end; the log of a process tells why it failed."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

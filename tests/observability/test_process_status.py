@@ -1,7 +1,5 @@
 """What processes say they do, read from outside; and their stacks, also from one that is stuck."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

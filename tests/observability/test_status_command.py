@@ -1,7 +1,5 @@
 """`asyncrl status`: what a run does, or how it ended; in text and JSON, once or until the end."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -26,11 +24,11 @@ def test_the_exit_code_says_what_became_of_the_run(
     write_run(tmp_path / "finished")
     write_run(tmp_path / "stopped", made=3)
     kill_owner(write_run(tmp_path / "dead", made=3))
-    lock = run_owner.acquire(write_run(tmp_path / "running", made=3))
+    lock = run_owner.acquire(write_run(tmp_path / "running"))  # All updates are made.
     for name, code in {"running": 0, "dead": 1, "finished": 3, "stopped": 4}.items():
         assert cli.run("status", [str(tmp_path / name)]) == code
         line = capsys.readouterr().out.splitlines()[0]
-        assert line.startswith(f"{name}: {name}, {4 if name == 'finished' else 3} of 4 updates")
+        assert line.startswith(f"{name}: {name}, {4 if name in ('finished', 'running') else 3} of 4 updates")
         assert cli.run("status", [str(tmp_path / name), "--json"]) == code
         found = json.loads(capsys.readouterr().out)
         assert (found["state"], found["updates"], found["processes"]) == (name, 4, [])

@@ -1,7 +1,5 @@
 """The console: lines outlive their reader, long ones are wrapped, and a status line stands below them."""
 
-from __future__ import annotations
-
 import os
 import pty
 import select

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -18,6 +17,7 @@ from asyncrl.observability import metrics_training as m
 from asyncrl.observability import process_status, waits
 from asyncrl.observability.logger import MetricsLogger, WithoutZeros
 from asyncrl.observability.trackers import Trackers, check_installed, numbers_of, rows_of
+from support.waiting import wait_for
 
 TRACKIO = '''
 """Stands in for trackio: writes what it is told to a file, and does what WRONG says."""
@@ -119,13 +119,6 @@ def test_a_resumed_run_sends_only_its_own_rows(tmp_path, fake_trackio):
     assert [row["step"] for row in told_in(fake_trackio) if "step" in row] == [3]
 
 
-def wait_until(what):
-    until = time.monotonic() + SLOW
-    while not what():
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
 def test_a_row_that_a_tracker_refuses_is_said_once_counted_and_the_others_arrive(
     tmp_path, fake_trackio, monkeypatch
 ):
@@ -154,7 +147,7 @@ def test_a_tracker_that_cannot_begin_or_dies_is_said_and_later_rows_are_counted(
         return process_status.totals()[waits.LOST_TRACKED.total]
 
     def write_until_gone(log, stream):
-        wait_until(lambda: (log.write(4, ROWS[0]), lost() > before)[1])
+        wait_for(lambda: (log.write(4, ROWS[0]), lost() > before)[1])
 
     process_status.publish_as(tmp_path / "run", "learner-0")
     before = lost()
@@ -193,7 +186,7 @@ def test_a_tracker_of_a_run_that_was_killed_sends_what_is_there_and_ends(tmp_pat
     )
     killed = subprocess.run([sys.executable, "-c", program, run], timeout=SLOW)
     assert killed.returncode == -9
-    wait_until(lambda: {"finished": True} in told_in(fake_trackio))
+    wait_for(lambda: {"finished": True} in told_in(fake_trackio))
     assert [row["step"] for row in told_in(fake_trackio) if "step" in row] == [1, 2]
 
 

@@ -1,7 +1,5 @@
 """Compiled blocks: the same gradients, and graphs for everything that a learner does with them."""
 
-from __future__ import annotations
-
 from functools import partialmethod
 
 import numpy as np

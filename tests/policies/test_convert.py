@@ -1,10 +1,7 @@
 """`asyncrl convert`: published checkpoints become policies and come back bit for bit; adapters, critics."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-import runpy
 import shlex
 import subprocess
 import sys
@@ -23,7 +20,7 @@ from asyncrl.policies.openvla.names import published_shapes, tensor_map, to_nati
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, load_policy
 from asyncrl.storage.assets import policy_folder
 from asyncrl.storage.tensor_files import INDEX
-from support import ROOT, child_environment
+from support import child_environment
 from support.published import (
     CONFIG,
     DINO,
@@ -546,18 +543,6 @@ def test_the_source_is_not_overwritten(tmp_path: Path) -> None:
     some_policy().save(tmp_path / "p")
     with pytest.raises(ConfigError, match="is the source itself"):
         convert(tmp_path / "p", tmp_path / "." / "p")
-
-
-def test_the_benchmark_writes_a_checkpoint_that_can_be_converted(tmp_path: Path) -> None:
-    script = ROOT / "benchmarks" / "full_size.py"
-    runpy.run_path(str(script))["write_policy"](tmp_path / "published", OpenVLAOFTConfig.tiny())
-    assert len(list((tmp_path / "published").glob("model-0000?-of-00004.safetensors"))) == 4
-    convert(tmp_path / "published", tmp_path / "ours")
-    policy = load_policy(tmp_path / "ours")
-    assert policy.config.norm_key == "libero_spatial_no_noops"
-    assert policy.tokenizer.begin_id == 1
-    assert policy.tokenizer.tokenizer.get_vocab_size() == policy.config.first_action_id
-    assert torch.isfinite(logits_of(policy)).all()
 
 
 @pytest.mark.gpu

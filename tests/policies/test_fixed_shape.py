@@ -1,7 +1,5 @@
 """Acting at one fixed shape: the same decisions as at any shape."""
 
-from __future__ import annotations
-
 from functools import partialmethod
 
 import numpy as np

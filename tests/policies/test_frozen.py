@@ -1,7 +1,5 @@
 """--learner.frozen-precision float8: which layers, what a gradient keeps of its direction, what stays."""
 
-from __future__ import annotations
-
 import copy
 import re
 from dataclasses import replace

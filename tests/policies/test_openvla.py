@@ -1,7 +1,5 @@
 """The OpenVLA-OFT policy at its tiny size: tokens, sampling, wiring, gradients, tokenizer."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence
@@ -27,7 +25,7 @@ from asyncrl.policies.action_tokens import (
     unnormalise,
 )
 from asyncrl.policies.interface import SamplingParams
-from asyncrl.policies.openvla.config import OpenVLAOFTConfig, require_trainable
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.networks import DINO_MEAN, DINO_STD, resize
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, new_policy
 from asyncrl.policies.openvla.preprocess import PromptTokenizer, build_word_tokenizer
@@ -209,11 +207,6 @@ def test_sampling_that_cannot_work_is_refused(bad: dict[str, float]) -> None:
 # --- acting and evaluating ----------------------------------------------------
 
 
-def test_every_row_needs_its_seed(policy: OpenVLAOFTPolicy) -> None:
-    with pytest.raises(AssertionError, match="1 seeds for 2 rows"):
-        policy.act(policy.preprocess(some_frames(2), [LONG, LONG]), AS_IS, [1])
-
-
 def test_frames_that_are_not_pictures_are_refused(policy: OpenVLAOFTPolicy) -> None:
     with pytest.raises(ConfigError, match=r"float32\[1, 64, 64, 3\]"):
         policy.preprocess(some_frames(1).astype(np.float32), [LONG])  # type: ignore[arg-type]
@@ -242,24 +235,6 @@ def test_of_more_pictures_than_it_reads_a_policy_takes_the_first() -> None:
         shown = frames[:1] if images == 1 else frames[None, :2]
         of_all, of_few = policy.preprocess(frames[None], [LONG]), policy.preprocess(shown, [LONG])
         assert bool((of_all.pixels == of_few.pixels).all())
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"chunk": 1, "decoding": "autoregressive"}, "makes 1 steps per decision"),
-        ({"chunk": 25, "action_dim": 14}, "makes 25 steps per decision"),
-        ({"images": 2}, "looks at 2 pictures"),
-        ({"proprio_dim": 8}, "proprioception of 8 numbers"),
-    ],
-)
-def test_what_no_world_can_train_is_refused(changes: dict[str, object], said: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"--policy cannot be trained in a world model.*{said}.*trained in simulators"
-    ):
-        require_trainable(OpenVLAOFTConfig.tiny(**changes))
-    require_trainable(OpenVLAOFTConfig.tiny())
-    require_trainable(OpenVLAOFTConfig.tiny(decoding="autoregressive"))
 
 
 # --- wiring -------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Exports open by `from_pretrained(..., trust_remote_code=True)` of another process that has no asyncrl."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Policies as files: our own folder, the published OpenVLA layout, and errors of files that do not fit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

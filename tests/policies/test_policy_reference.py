@@ -1,7 +1,5 @@
 """Every variant of the policy equals an independent construction: results and gradients."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Acting never makes the host wait for the device."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The official picture pipeline against TensorFlow's formulas, written out with loops at tiny sizes."""
 
-from __future__ import annotations
-
 import io
 import math
 from typing import Any

@@ -96,15 +96,20 @@ def test_a_second_damaged_file_of_one_name_does_not_replace_the_first(run_dir: P
     assert (away / "group-00000001.h5.2").read_bytes() == b"second"
 
 
-@pytest.mark.parametrize("kind", ["folder", "pipe", "link to nowhere", "another group"])
+@pytest.mark.parametrize(
+    "kind", ["folder", "pipe", "link to nowhere", "another group", "empty", "half", "garbage"]
+)
 def test_what_has_the_name_of_a_group_and_is_none_goes_to_quarantine(kind: str, run_dir: Path) -> None:
     folder = run_dir / "replay"
-    path = folder / "group-00000007.h5"
+    path, whole = folder / "group-00000007.h5", (folder / "group-00000001.h5").read_bytes()
     {
         "folder": lambda: path.mkdir(),
         "pipe": lambda: os.mkfifo(path),
         "link to nowhere": lambda: path.symlink_to("nowhere"),
-        "another group": lambda: shutil.copy(folder / "group-00000001.h5", path),
+        "another group": lambda: path.write_bytes(whole),
+        "empty": path.touch,
+        "half": lambda: path.write_bytes(whole[: len(whole) // 2]),
+        "garbage": lambda: path.write_bytes(whole[:8] + bytes(range(256)) * 4),
     }[kind]()
     store = open_store(run_dir)
     assert sorted(store.group_files) == [0, 1, 2, 3]

@@ -23,7 +23,7 @@ from asyncrl.records import Episode
 from asyncrl.replay.buffer import Replay
 from asyncrl.replay.groups import has_no_signal
 from asyncrl.replay.inline_ports import InProcessActorPort, InProcessLearnerPort
-from asyncrl.replay.interface import Filling, GroupGrant, NothingToLearn
+from asyncrl.replay.interface import Filling, GroupGrant
 from asyncrl.replay.store import EpisodeStore
 from asyncrl.replay_tools.episodes import read_rows
 from asyncrl.replay_tools.files import check_files
@@ -183,14 +183,6 @@ def test_a_constant_group_is_stored_but_never_ready_and_its_credit_returns(tmp_p
     assert check_files(tmp_path)[0] == []
 
 
-def test_equal_returns_are_what_makes_a_group_constant() -> None:
-    winner, loser = make_episode(0, 0, success=True), make_episode(0, 1)
-    later = dataclasses.replace(winner, rewards=np.roll(winner.rewards, 1))
-    assert has_no_signal([winner, later]), "both return 1"
-    assert not has_no_signal([winner, loser])
-    assert has_no_signal([loser, loser])
-
-
 def test_a_group_sealed_just_before_a_crash_is_filtered_when_the_folder_is_opened(tmp_path: Path) -> None:
     store = EpisodeStore(tmp_path, group_size=2, max_bytes=10**9)
     store.enter(store.write(0, [make_episode(0, member, image=1) for member in range(2)]))
@@ -253,18 +245,6 @@ def test_a_batch_begins_the_count_of_filtered_groups_anew_and_one_that_is_full_i
     assert replay.filter_end_reason == ""
     assert read_batch(replay, 2, 0) is not None
     assert replay.filter_end_reason == ""
-
-
-def test_in_turns_a_run_with_nothing_to_learn_ends_instead_of_waiting(tmp_path: Path) -> None:
-    replay = open_filter(tmp_path, per_update=2)
-    port = InProcessLearnerPort(replay, imagine=lambda: dream.round())
-    dream = Dream(replay)
-    dream.imagine = lambda grant, member: make_episode(  # type: ignore[method-assign]
-        grant.number, member, versions=(0,), success=True, image=1
-    )
-    with pytest.raises(NothingToLearn, match="20 groups all episodes scored the same"):
-        next_batch(port, groups=2, version=0, timeout=60.0)
-    port.close()
 
 
 def test_how_far_the_batch_is_counts_ready_filtered_and_incomplete_groups(tmp_path: Path) -> None:

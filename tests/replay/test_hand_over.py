@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.run import TrainConfig
@@ -63,18 +61,6 @@ def assert_as_imagined(group: list[Episode], number: int, version: int = 0) -> N
     assert [episode.member for episode in group] == [0, 1]
     for episode in group:
         assert_same(episode, make_episode(number, episode.member, versions=(version,)))
-
-
-@settings(deadline=None)
-@given(
-    numbers=st.lists(st.integers(0, 10**8 - 1), min_size=1, max_size=70, unique=True), ranks=st.integers(1, 9)
-)
-def test_parts_are_the_batch_dealt_in_turns(numbers: list[int], ranks: int) -> None:
-    batch = BatchDescription(request="r", numbers=tuple(numbers))
-    parts = [batch.part(rank, ranks) for rank in range(ranks)]
-    assert [parts[n % ranks].numbers[n // ranks] for n in range(len(numbers))] == numbers
-    assert sum(len(part.numbers) for part in parts) == len(numbers)
-    assert {part.request for part in parts} == {"r"}
 
 
 @pytest.mark.parametrize("read_ahead", [8 * 10**9, 0])

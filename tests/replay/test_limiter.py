@@ -18,26 +18,6 @@ from support.replay import Clock, fill, grant_group, make_limiter, make_replay, 
 pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
 
 
-@pytest.mark.parametrize("max_lag", [0, 1, 3])
-@pytest.mark.parametrize("per_update", [1, 2, 5])
-def test_credit_and_min_version_follow_the_formula(max_lag: int, per_update: int) -> None:
-    limiter = make_limiter(max_lag=max_lag, per_update=per_update)
-    given_away = 0
-    for version in range(4):
-        limiter.version = version
-        while (grant := grant_group(limiter, "a")) is not None:
-            assert grant.number == given_away
-            assert grant.min_version == max(0, given_away // per_update - max_lag)
-            assert grant.min_version <= version
-            given_away += 1
-            assert given_away <= 1000, "credit without end"
-        # Nothing was dropped, so all that was granted is used or of use.
-        assert given_away == (max_lag + version + 1) * per_update
-        for number in range(version * per_update, (version + 1) * per_update):
-            limiter.make_ready(number, ready(version, version))
-        limiter.use(list(range(version * per_update, (version + 1) * per_update)))
-
-
 @pytest.mark.parametrize(
     ("status", "numbers"),
     [
@@ -184,19 +164,6 @@ def test_lag_is_checked_at_admission_and_the_siblings_go_too(tmp_path: Path) -> 
     assert replay.admit(make_episode(0, 1, versions=(0, 2))).status == "dropped_lag"
     assert replay.status()[m.DROPPED_LAG] == 2
     assert not replay.state.limiter.open
-
-
-def test_lag_is_checked_when_a_batch_is_taken(tmp_path: Path) -> None:
-    replay = make_replay(tmp_path, make_limiter(max_lag=1, per_update=1))
-    grants = [replay.grant("actor-0") for _ in range(2)]
-    for version, grant, versions in zip((0, 2), grants, ((0, 1), (2, 3)), strict=True):
-        assert grant is not None
-        replay.state.limiter.version = version  # Without looking at what became too old.
-        assert fill(replay, grant.number, versions) == ["held", "held"]
-    batch = read_batch(replay, 1, 3)
-    assert batch is not None
-    assert [group[0].group_id for group in batch] == ["00000001"]
-    assert replay.status()[m.DROPPED_LAG] == 2
 
 
 @pytest.mark.parametrize(

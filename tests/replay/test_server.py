@@ -9,15 +9,13 @@ import pytest
 import zmq
 
 from asyncrl.config.sections import ReplaySettings
-from asyncrl.errors import ConfigError, ReplayError, SampleTimeout
-from asyncrl.launch.roles import open_run_replay
+from asyncrl.errors import ReplayError, SampleTimeout
 from asyncrl.messaging.sockets import bind_router
 from asyncrl.messaging.wire import decode, encode
 from asyncrl.observability import metrics_system as s
 from asyncrl.replay.client import WINDOW, ZmqActorPort, ZmqLearnerPort
-from asyncrl.replay.inline_ports import InProcessLearnerPort
 from asyncrl.replay.interface import GroupGrant, NothingToLearn, RunStopped
-from asyncrl.replay.server import ReplayServer, serve_replay
+from asyncrl.replay.server import ReplayServer
 from support.episodes import assert_same, make_episode
 from support.replay import Clock, next_batch
 from support.replay_server import (
@@ -139,19 +137,6 @@ def test_the_deadline_of_a_sample_says_what_the_replay_holds(tmp_path: Path, end
             next_batch(learner, groups=2, version=0, timeout=0.3)
         with pytest.raises(ReplayError, match="1 episodes of actor 'actor-0' were not acknowledged"):
             actor.close(0.3)
-        learner.close()
-
-
-def test_a_batch_that_comes_after_the_timeout_is_not_lost(tmp_path: Path, endpoint: str) -> None:
-    with Served(tmp_path, endpoint):
-        learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
-        with pytest.raises(SampleTimeout):
-            next_batch(learner, groups=1, version=0, timeout=0.3)
-        push_group(actor, acquire(actor), "actor-0", 0)
-        until(actor, 0)  # Given away now, while the learner does not wait.
-        batch = next_batch(learner, groups=1, version=0, timeout=10.0)
-        assert [group[0].group_id for group in batch] == ["00000000"]
-        actor.close(1.0)
         learner.close()
 
 
@@ -362,51 +347,6 @@ def test_the_learner_hears_how_far_its_batch_is_and_that_there_is_nothing_to_lea
         learner.stop()
         learner.close()
         actor.close(5.0)
-
-
-def test_an_endpoint_in_use_elsewhere_is_named() -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    taken = context.socket(zmq.REP)
-    port = taken.bind_to_random_port("tcp://127.0.0.1")
-    with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
-        serve_replay(InertCore(), f"tcp://127.0.0.1:{port}")  # type: ignore[arg-type]
-    context.destroy(linger=0)
-
-
-class InertCore:
-    """A replay that is only closed."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-def test_the_inline_ports_go_through_the_same_steps(tmp_path: Path) -> None:
-    replay = open_run_replay(tmp_path, CONFIG)
-
-    def imagine() -> None:
-        actor.serve()
-        for grant in actor.acquire_groups(1, 1.0):
-            push_group(actor, grant, "whoever", grant.min_version)
-
-    learner = InProcessLearnerPort(replay, imagine=imagine)
-    actor = learner.actor_port()
-    numbers = []
-    for version in range(3):
-        batch = next_batch(learner, groups=2, version=version, timeout=10.0)
-        numbers += [int(group[0].group_id) for group in batch]
-        learner.report_version(version + 1)
-    assert numbers == [0, 1, 2, 3, 4, 5]
-    actor.report({s.ACTORS_WAITING: 0.25})
-    status = learner.status()
-    assert status[s.EPISODES] == 12
-    assert status[s.ACTORS_WAITING] == 0.25
-    with pytest.raises(SampleTimeout, match="holds 0 groups ready"):
-        next_batch(InProcessLearnerPort(replay, version=3), groups=2, version=3, timeout=0.0)
-    learner.stop()
-    with pytest.raises(RunStopped):
-        actor.acquire_groups(1, 0.0)
-    actor.close(0.0)
-    learner.close()
 
 
 def test_one_message_asks_for_many_groups_and_none_waits_for_another_round(

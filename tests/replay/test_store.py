@@ -107,26 +107,6 @@ def test_checksums_are_verified_on_every_read(tmp_path: Path) -> None:
         assert read_group(path, ("rewards",))[0].frames.size == 0, "only arrays that are read are verified"
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "garbage"])
-def test_a_damaged_file_goes_to_quarantine_and_the_rest_stays(tmp_path: Path, damage: str) -> None:
-    store = open_store(tmp_path)
-    whole = store.enter(store.write(0, group_of(0))).path.read_bytes()
-    store.enter(store.write(1, group_of(1)))
-    store.close()
-    path = tmp_path / "group-00000000.h5"
-    garbage = b"\x89HDF\r\n\x1a\n" + bytes(range(256)) * 4
-    path.write_bytes({"cut": whole[: len(whole) // 2], "empty": b"", "garbage": garbage}[damage])
-    warnings: list[str] = []
-    store = open_store(tmp_path, warnings)
-    assert 1 in store.group_files
-    assert 0 not in store.group_files
-    assert [p.name for p in (tmp_path / "quarantine").iterdir()] == [path.name]
-    assert len(warnings) == 1
-    assert "damaged" in warnings[0]
-    loaded = load(store, 1)
-    assert_same(loaded[1], group_of(1)[1])
-
-
 def test_unfinished_files_are_removed(tmp_path: Path) -> None:
     open_store(tmp_path).close()
     (tmp_path / "group-00000007.h5.tmp").write_bytes(b"half")

@@ -1,7 +1,5 @@
 """A recorded run to look into."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

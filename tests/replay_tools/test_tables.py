@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.commands.replay import main as run_inspection
 from asyncrl.records import EndReason
-from asyncrl.replay_tools.episodes import find_group, table
+from asyncrl.replay_tools.episodes import find_group
 from support.episodes import assert_same, simulated, with_chain
 from support.recorded_run import IDS, episode_of, open_store, remove_after_listing
 
@@ -60,15 +60,6 @@ def test_list_filters(
 ) -> None:
     assert run_inspection(["list", str(run_dir / "replay"), *flags]) == 0
     assert shown_ids(capsys) == expected
-
-
-def test_a_table_aligns_text_to_the_left_and_numbers_to_the_right() -> None:
-    rows = [("episode", "task", "steps"), ("f7e3ac91", "put the cube", "18"), ("77", "push", "-")]
-    assert table(rows).splitlines() == [
-        "episode   task          steps",
-        "f7e3ac91  put the cube     18",
-        "77        push              -",
-    ]
 
 
 def test_list_says_the_same_as_json(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -318,9 +309,7 @@ def test_bad_input_is_answered_with_exit_code_2(
     "flags",
     [
         ["list", "--sucess"],
-        ["list", "--limit", "-1"],
         ["prune"],
-        ["prune", "--keep-gigabytes", "-1"],
         ["sheet", "--out", "stats.jpg"],
         ["sheet", "--out", "no/s.png"],
         ["sheet", "--out", "s.png", "--successes", "-1"],

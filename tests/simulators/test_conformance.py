@@ -1,7 +1,5 @@
 """What every simulator keeps to, whatever it simulates: the same tests for all that can be built here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """ManiSkill's tasks as simulators: what is shown, done, paid and refused. Needs the extra and Vulkan."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is said of ManiSkill where it, or a Vulkan device, is not there; and what needs neither."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -1,7 +1,5 @@
 """The pool of simulators: answers come as they are ready, and what is lost is played again."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import os

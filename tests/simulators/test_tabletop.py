@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.errors import AssetError, ConfigError
+from asyncrl.errors import AssetError
 from asyncrl.simulators import rendering
 from asyncrl.simulators.interface import Demonstrator, SimStart, random_start
 from asyncrl.simulators.rendering import box_average, find_backend, require_backend
@@ -210,11 +210,6 @@ def test_a_missing_opengl_library_is_an_error_that_says_what_to_install(monkeypa
     monkeypatch.setenv("MUJOCO_GL", "disable")
     with pytest.raises(AssetError, match="MUJOCO_GL is 'disable'"):
         require_backend()
-
-
-def test_an_impossible_picture_size_is_refused():
-    with pytest.raises(ConfigError, match="image_size is 8"):
-        Tabletop(image_size=8, render=False)
 
 
 def test_a_library_that_loads_but_is_not_egl_is_not_usable(monkeypatch):

@@ -1,7 +1,5 @@
 """Vector environments as simulators: episodes do not depend on the mode of automatic reset."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

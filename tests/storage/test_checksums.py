@@ -1,7 +1,5 @@
 """A checkpoint whose files were changed is not resumed: the file is named, and what to do."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

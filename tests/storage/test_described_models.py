@@ -1,7 +1,5 @@
 """Ranges, statistics and sizes in models' files: one check at every door, for values that JSON allows."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterable

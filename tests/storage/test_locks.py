@@ -1,7 +1,5 @@
 """One function takes every lock: a file system without locks is named, and files are read there."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """The folder of a run: made fresh, refused or found again; its state is read from its files."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -61,14 +59,6 @@ def test_an_empty_folder_is_used_and_a_full_one_is_refused(tmp_path):
     )
 
 
-def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
-    (tmp_path / "a").write_text("")
-    with pytest.raises(ConfigError, match="a is a file"):
-        run_folder.claim(TrainConfig(run_dir=str(tmp_path / "a")))
-    with pytest.raises(ConfigError, match=r"cannot be written \(Not a directory\)"):
-        run_folder.claim(TrainConfig(run_dir=str(tmp_path / "a" / "b")))
-
-
 def test_resume_continues_a_named_run_with_the_new_settings(tmp_path):
     make_run(tmp_path / "a", 1000, "update_000010")
     config = TrainConfig(run_dir=str(tmp_path / "a"), resume=True, updates=80)
@@ -115,18 +105,6 @@ def test_a_run_that_is_alive_before_its_first_checkpoint_is_in_use(tmp_path: Pat
     with pytest.raises(FolderInUse, match=f"is in use by process {os.getpid()} on "):
         run_folder.locate(TrainConfig(run_dir=str(tmp_path / "a"), resume=True))
     run.lock.release()
-
-
-def test_the_four_states_are_told_apart(tmp_path: Path) -> None:
-    assert summarise(write_run(tmp_path / "finished")).state is State.FINISHED
-    assert summarise(write_run(tmp_path / "stopped", made=3)).state is State.STOPPED
-    assert summarise(write_run(tmp_path / "empty", made=0)).state is State.STOPPED
-    kill_owner(write_run(tmp_path / "dead", made=3))
-    assert summarise(tmp_path / "dead").state is State.DEAD
-    lock = run_owner.acquire(write_run(tmp_path / "running", made=4))
-    assert summarise(tmp_path / "running").state is State.RUNNING  # Also when all updates are made.
-    lock.release()
-    assert summarise(tmp_path / "running").state is State.FINISHED
 
 
 def test_a_run_of_a_version_without_lock_is_judged_by_its_rows(tmp_path: Path) -> None:

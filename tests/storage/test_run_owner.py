@@ -1,7 +1,5 @@
 """A run folder has one owner, and its processes a secret."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat

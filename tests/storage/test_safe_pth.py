@@ -1,7 +1,5 @@
 """The reader of `torch.save` files: tensors as PyTorch reads them, and nothing of the rest."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import threading

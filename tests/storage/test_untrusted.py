@@ -1,7 +1,5 @@
 """Files of unknown origin: regular ones, JSON; a link never decides what is changed."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable

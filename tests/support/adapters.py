@@ -1,7 +1,5 @@
 """A tiny policy with adapters that matter, and what it computes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

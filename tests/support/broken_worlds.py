@@ -1,7 +1,5 @@
 """A small world that keeps everything asked of worlds, and worlds that break one thing each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -4,8 +4,6 @@ Each process appends to the file that CHAOS_NOTES names; one `write` per note, s
 learner does not go beyond the version in the file beside it, so that the run lasts as long as the kills.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """What became of a run whose processes were hit, from its files and the notes of `chaos_entry`."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Episodes as LeRobot and robomimic keep them: an observation, then the action that it led to."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Sizes of a run's models for the doctor's tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from asyncrl.doctor.checks import Sizes

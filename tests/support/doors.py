@@ -5,8 +5,6 @@ It returns what was read; a value that its format cannot hold raises `Unstorable
 its keyword to the doors that take it, and its values to `tests/test_doors.py`.
 """
 
-from __future__ import annotations
-
 import csv
 import inspect
 import io

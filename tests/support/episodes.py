@@ -1,7 +1,5 @@
 """Episodes of random numbers, their messages, and a comparison that looks at every field."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import struct

@@ -1,7 +1,5 @@
 """What the tests of EVAC's world share: published names, and small networks."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

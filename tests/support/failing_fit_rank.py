@@ -1,7 +1,5 @@
 """What torchrun runs where a rank of a fit must fail: `asyncrl fit`, and rank 1 fails at its second loss."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

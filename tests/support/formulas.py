@@ -1,7 +1,5 @@
 """Layers by their equations, for the slow references."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """A broadcast between CPU buffers over sockets: stands in for NCCL where there is no GPU."""
 
-from __future__ import annotations
-
 import os
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta

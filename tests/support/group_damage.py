@@ -1,7 +1,5 @@
 """Group files that declare what they do not hold, with a footer that is right: nothing else warns."""
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections.abc import Callable

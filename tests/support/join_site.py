@@ -1,7 +1,5 @@
 """A run that actors join."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

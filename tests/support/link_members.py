@@ -3,8 +3,6 @@
 Each leaves its process id in the folder that the environment variable `PIDS` names.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Counts what makes the host wait for a device, on a CPU too."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

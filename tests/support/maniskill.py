@@ -1,7 +1,5 @@
 """Whether ManiSkill can be played in here."""
 
-from __future__ import annotations
-
 import pytest
 
 from asyncrl.errors import AssetError

@@ -1,7 +1,5 @@
 """A learner among in-memory ports."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

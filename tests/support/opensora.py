@@ -1,7 +1,5 @@
 """Small OpenSora worlds with random weights, and their files in the published layout."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The packages that pages of docs/ let a reader write: read from the page, written to a folder."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

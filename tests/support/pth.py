@@ -1,7 +1,5 @@
 """Pickles: state dicts of `torch.save`, as others publish them, and one that would fill the memory."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A small checkpoint as other stacks write it, and a small policy of the same size."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

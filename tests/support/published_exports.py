@@ -1,7 +1,5 @@
 """Published files written from our models, and published policies read as a test configures them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Small worlds of every kind with random weights in published layouts, with a reward model."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable

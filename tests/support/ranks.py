@@ -4,8 +4,6 @@ The function must be importable (of a test file or of a module in tests/support)
 and may return something that can be pickled; `run_ranks` returns what the ranks returned, in their order.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import multiprocessing
 import pickle

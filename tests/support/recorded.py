@@ -1,7 +1,5 @@
 """Recordings of scenes that a program draws: a coloured square that moves on a background of its task."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A replay and its limiter with a clock that is set by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from asyncrl.config.algorithm import AlgorithmSettings

@@ -1,7 +1,5 @@
 """Run folders as runs leave them, made without running anything."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A simulator that only counts, and episodes of simulators."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal

@@ -4,8 +4,6 @@ A scene is a function of a test module that runs in a child process with the sma
 ends with ``globals()[sys.argv[1]](Path(sys.argv[2]))`` under ``if __name__ == "__main__"``.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

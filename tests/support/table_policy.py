@@ -1,7 +1,5 @@
 """Small honest stand-ins for the learner's surroundings: a table policy, and episodes made of numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

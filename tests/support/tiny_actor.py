@@ -1,7 +1,5 @@
 """An actor of tiny real models."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from asyncrl.actors.actor import Actor

@@ -1,7 +1,5 @@
 """Random tiny models and start states, and the flags of a run that takes seconds with them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

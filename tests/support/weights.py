@@ -1,7 +1,5 @@
 """Policies of a few tensors, an actor process that receives them, and how to compare their bytes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

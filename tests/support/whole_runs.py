@@ -1,7 +1,5 @@
 """Whole runs as a user starts them: commands, environment, and what is left of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

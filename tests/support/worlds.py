@@ -1,7 +1,5 @@
 """Worlds of any kind, loaded as a test asks."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weights fetched piece by piece: bit-exact, the newest, only for the admitted, and damage is noticed."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import zmq
 
 from asyncrl.errors import ConfigError, WeightSyncError, WireError
@@ -21,7 +18,6 @@ from asyncrl.messaging.weight_messages import CHUNK, KINDS, WITH_PAYLOAD, Buffer
 from asyncrl.observability import metrics_system as m
 from asyncrl.weights import receiver as pulling
 from asyncrl.weights import weight_server
-from asyncrl.weights.buffers import DoubleBuffer
 from asyncrl.weights.interface import PULL
 from asyncrl.weights.publisher import BroadcastPublisher
 from asyncrl.weights.receiver import WeightReceiver
@@ -87,20 +83,6 @@ def test_versions_arrive_bit_exact_and_the_learner_counts_the_actors(
     assert all(part in line for part, line in zip(expected, told, strict=True)), told
     assert publisher.status()[m.WEIGHTS_JOINED] == 0
     assert publisher.server.copies.by_number == {}, "without actors there is no copy of a version"
-
-
-def test_what_is_held_is_neither_replaced_nor_overwritten() -> None:
-    outbox = DoubleBuffer(torch.device("cpu"))
-    outbox.pack(source(0), 0)
-    assert outbox.promote().version == outbox.sending == 0
-    with outbox.holding() as held:
-        before = [buffer.clone() for buffer in outbox.buffer_pair[held.buffer_index]]
-        for version in (1, 2):
-            outbox.pack(source(version), version)
-            assert outbox.promote().version == 0
-        for kept, now in zip(before, outbox.buffer_pair[held.buffer_index], strict=True):
-            assert torch.equal(kept, now)
-    assert outbox.promote().version == 2
 
 
 def test_a_version_replaced_while_it_is_fetched_arrives_whole_and_the_newer_one_follows(

@@ -1,7 +1,5 @@
 """Weights on other hosts: once to each, whole, handed on there, and a lost host holds nobody up for long."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import time

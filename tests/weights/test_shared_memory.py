@@ -1,7 +1,5 @@
 """Weights travel between processes of a host through memory that both have, and no version is ever mixed."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -59,15 +57,6 @@ def linked() -> tuple[packing.Manifest, tuple[list, list], HashStore]:
     pair = (transport.allocate(manifest), transport.allocate(manifest))
     transport.connect_root(store, 2, pair)
     return manifest, pair, store
-
-
-def test_a_member_maps_what_it_has_mapped_no_second_time(linked) -> None:
-    _, _, store = linked
-    member = SharedMemoryTransport()
-    member.connect_member(store, 1, 2).abort()
-    before = member._mapped[1]
-    member.connect_member(store, 1, 2)
-    assert member._mapped[1] is before
 
 
 def test_what_is_mapped_can_neither_shrink_nor_be_written_by_an_actor(linked) -> None:
@@ -226,7 +215,7 @@ def busy_actor(pipe: Connection, endpoint: str, seconds: float) -> None:
 @pytest.mark.timeout(120)
 def test_of_many_versions_in_a_row_none_is_ever_mixed_with_another(publisher: BroadcastPublisher) -> None:
     pipe, theirs = FORKS.Pipe()
-    process = FORKS.Process(target=busy_actor, args=(theirs, publisher.endpoint, 4.0), daemon=True)
+    process = FORKS.Process(target=busy_actor, args=(theirs, publisher.endpoint, 2.0), daemon=True)
     process.start()
     versions = [WholeTensors(filled(number, megabytes=8)) for number in range(64)]
     version = 0

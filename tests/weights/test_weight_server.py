@@ -1,7 +1,5 @@
 """The weights' socket reads its messages like any wire: no message is fatal, and strangers stay outside."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

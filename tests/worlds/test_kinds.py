@@ -1,7 +1,5 @@
 """Kinds of worlds: told apart by tensors in one table, refused as policies, each with what it can do."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

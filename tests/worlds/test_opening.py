@@ -1,7 +1,5 @@
 """Slots that begin alike are opened once, whatever the world; what cannot begin is refused by its name."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any

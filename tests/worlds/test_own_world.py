@@ -1,7 +1,5 @@
 """The world of docs/own_world.md is short, keeps the protocol, and a policy is trained in it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """RLinf's traj*.npy: read as numpy wrote them, and never executed."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

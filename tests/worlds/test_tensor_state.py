@@ -1,7 +1,5 @@
 """States of tensors: rows that are picked, written, moved and counted, whatever the fields are."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The published Wan folder: true names and shapes, variants, round trips, and what cannot be read."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 from dataclasses import replace
@@ -173,6 +171,7 @@ def test_a_published_world_comes_back_bit_for_bit(published: Path) -> None:
     assert load_world(published, dtype=torch.float32).transformer.proj_out.weight.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_a_published_world_imagines(published: Path) -> None:
     environment = build_world_model(TrainConfig(world=str(published)), torch.device("cpu"))
     first = environment.starts[:1]  # A row takes ten seconds on a CPU: the autoencoder has its full size.

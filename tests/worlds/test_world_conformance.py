@@ -1,7 +1,5 @@
 """Every world that ships keeps what a run rests on, and each check finds the world that breaks just that."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """On a GPU every world keeps what a run rests on too, as it is and compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

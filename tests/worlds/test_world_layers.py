@@ -1,7 +1,5 @@
 """Attention by products is scaled dot-product attention, gradients included."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

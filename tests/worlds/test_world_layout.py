@@ -1,7 +1,5 @@
 """Worlds that an earlier version wrote: converted, they have the same tensors and imagine the same frames."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

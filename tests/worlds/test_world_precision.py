@@ -1,7 +1,5 @@
 """--imagination.precision: which weights of a world of ours are rounded, and what is computed with them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path

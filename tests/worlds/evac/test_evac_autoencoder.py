@@ -1,7 +1,5 @@
 """EVAC's autoencoder: its published names, and its numbers against latent diffusion's equations."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

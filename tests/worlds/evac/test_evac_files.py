@@ -1,7 +1,5 @@
 """Folders of EVAC worlds: ours, and the published layout written with random values."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace

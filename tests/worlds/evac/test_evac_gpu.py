@@ -1,7 +1,5 @@
 """The EVAC world on a GPU: it waits for nothing, and draws what the CPU draws."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

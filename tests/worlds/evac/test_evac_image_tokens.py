@@ -1,7 +1,5 @@
 """EVAC's image tokens against the vision transformer's equations under OpenCLIP's names."""
 
-from __future__ import annotations
-
 import math
 
 import torch

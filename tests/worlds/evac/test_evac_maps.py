@@ -1,7 +1,5 @@
 """Maps against drawing them pixel by pixel."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Noise from a counter: known answers, and what makes it noise."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,13 +1,11 @@
 """The hand's poses and motions against the formulas, in Python's own numbers."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
 import torch
 
-from asyncrl.worlds.evac.poses import Motions, MotionStatistics, PoseModel, roll_pitch_yaw, rotation
+from asyncrl.worlds.evac.poses import Motions, MotionStatistics, PoseModel, roll_pitch_yaw
 from support.evac import randomised
 
 
@@ -35,13 +33,6 @@ def about(axis: int, angle: float) -> np.ndarray:
     unit = [0.0, 0.0, 0.0]
     unit[axis] = 1.0
     return matrix(turned((unit[0], unit[1], unit[2]), angle)) if angle else np.eye(3)
-
-
-def test_rotations_follow_rodrigues() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        quaternion = rng.normal(size=4).tolist()
-        np.testing.assert_allclose(rotation(torch.tensor(quaternion)).numpy(), matrix(quaternion), atol=1e-6)
 
 
 def test_roll_pitch_and_yaw_rebuild_the_rotation() -> None:

@@ -1,7 +1,5 @@
 """EVAC's resamplers against the equations, query by query."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Start states with a pose of the hand: RLinf's files, ours, and old ones of ours."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

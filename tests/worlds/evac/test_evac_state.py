@@ -1,13 +1,11 @@
 """What the EVAC world remembers: the rule of its memory, and rows that belong to nobody else."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
-from asyncrl.worlds.evac.world import EvacState, memory_index
+from asyncrl.worlds.evac.world import EvacState
 
 
 def some_state(batch: int, room: int = 17, seed: int = 0) -> EvacState:
@@ -24,18 +22,6 @@ def some_state(batch: int, room: int = 17, seed: int = 0) -> EvacState:
 
 def tensors(state: EvacState) -> dict[str, Tensor]:
     return {name: value for name, value in vars(state).items() if isinstance(value, Tensor)}
-
-
-@pytest.mark.parametrize("remembered", [2, 3, 4, 6])
-def test_the_memory_is_spread_over_the_episode_and_ends_with_the_last_frame(remembered: int) -> None:
-    counts = [1, 2, 5, 9, 13, 17, 261]
-    expected = []
-    for count in counts:
-        # As EnerVerse-AC's sampler keeps them: the first frame P times, then those that were drawn.
-        kept = [0] * remembered + list(range(1, count))
-        spread = [kept[len(kept) * i // (remembered - 1)] for i in range(remembered - 1)]
-        expected.append([*spread, kept[-1]])
-    assert memory_index(torch.tensor(counts), remembered).tolist() == expected
 
 
 def test_states_for_other_numbers_of_decisions_do_not_mix() -> None:

@@ -1,7 +1,5 @@
 """EVAC's training loss against the formulas, frame by frame."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

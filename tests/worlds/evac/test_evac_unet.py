@@ -1,7 +1,5 @@
 """EVAC's network against the equations, one frame, pixel and head at a time."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

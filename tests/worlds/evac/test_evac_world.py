@@ -1,7 +1,5 @@
 """The EVAC world against its parts put together by hand, and slots against their neighbours."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import pairwise

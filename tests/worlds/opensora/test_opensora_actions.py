@@ -1,7 +1,5 @@
 """The range that actions are scaled to, and the files that say it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

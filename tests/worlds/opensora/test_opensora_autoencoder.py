@@ -1,7 +1,5 @@
 """The frame autoencoder against diffusers' own, and its names against those of the published size."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Folders of OpenSora worlds: round trips, the published layout, and every way in which it can be wrong."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The published training objective against a loop over samples, with its gradients."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

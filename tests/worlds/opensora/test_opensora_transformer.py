@@ -1,7 +1,5 @@
 """STDiT3: every number against slow formulas, the prefix against the whole window, names against the list."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The OpenSora world: decisions by hand, slots against their neighbours, starts, shapes, compiled worlds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

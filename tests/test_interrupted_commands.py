@@ -1,7 +1,5 @@
 """Signals and closed outputs: every command ends with one line, or does its work, and keeps what was done."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
