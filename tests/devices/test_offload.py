@@ -23,6 +23,8 @@ from asyncrl.launch.build import learner_offload
 from asyncrl.launch.environment import actor_offload
 from asyncrl.observability import metrics_system as m
 from asyncrl.records import Episode
+from asyncrl.replay.buffer import Replay
+from asyncrl.replay.inline_ports import InProcessActorPort
 from asyncrl.weights.interface import WholeTensors
 from asyncrl.weights.transports.in_process import build_in_process
 from support.memory_learner import Run
@@ -234,14 +236,20 @@ def idle_until_offloaded(actor: Actor, offloaded: OffloadedTensors) -> None:
         assert time.monotonic() < until
 
 
+def imagine_one_group(actor: Actor, replay: Replay) -> None:
+    assert isinstance(actor.port, InProcessActorPort)
+    while not replay.state.limiter.ready:
+        actor.step(0.0)
+        actor.port.deliver()
+
+
 def two_versions(models: WorldBackend, folder: Path, *, offload: bool) -> list[Episode]:
     """A group of version 0 and, after a wait for credit, one of version 1, whose weights are others."""
     original = {name: tensor.clone() for name, tensor in models.policy.trainable_tensors().items()}
     actor, replay, learner = actor_with(models, folder, slots=GROUP)
     publisher, actor.receiver = build_in_process()
     publisher.publish(WholeTensors(original), 0)
-    while not replay.state.limiter.ready:
-        actor.step(0.0)
+    imagine_one_group(actor, replay)
     (first,) = next_batch(learner, groups=1, version=0, timeout=0.0)
     offloaded = offloading(actor) if offload else None
     if offloaded is not None:
@@ -253,8 +261,7 @@ def two_versions(models: WorldBackend, folder: Path, *, offload: bool) -> list[E
     if offloaded is not None:
         assert offloaded.offloaded, "new weights reached the copy in host memory"
     learner.report_version(1)
-    while not replay.state.limiter.ready:
-        actor.step(0.0)
+    imagine_one_group(actor, replay)
     (second,) = next_batch(learner, groups=1, version=1, timeout=0.0)
     assert offloaded is None or not offloaded.offloaded
     replay.close()
