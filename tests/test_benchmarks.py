@@ -34,9 +34,7 @@ LAST = {
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", sorted(SMALLEST))
-def test_a_benchmark_ends_with_its_table(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_benchmark_ends_with_its_table(name: str, monkeypatch, capsys) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     benchmark = import_module(name)
     monkeypatch.setattr(benchmark, "compile_blocks", lambda *_, **__: None, raising=False)
@@ -95,9 +93,7 @@ def test_a_learner_that_works_off_a_backlog_does_not_count_as_speed(monkeypatch:
 
 
 @pytest.mark.parametrize("change", [0, 1])
-def test_a_run_whose_frames_never_change_imagined_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: int
-) -> None:
+def test_a_run_whose_frames_never_change_imagined_nothing(monkeypatch, tmp_path, change: int) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     benchmark = import_module("asynchrony")
     replay = make_replay(tmp_path / "replay", make_limiter(group_size=2, max_lag=3))

@@ -70,25 +70,19 @@ def test_help_names_every_subcommand(command: str, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("call", sorted(CALLS))
-def test_no_positional_argument_is_named_after_its_type(
-    call: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_positional_argument_is_named_after_its_type(call: str, capsys) -> None:
     usage = help_of(call, capsys).splitlines()[0]
     without_flags = re.sub(r"--[a-z-]+ \[?(STR|PATH|INT|FLOAT)", "--flag", usage)
     assert not re.search(r"\b(STR|PATH|INT|FLOAT)\b(?! ?\.\.\.)", without_flags)
 
 
 @pytest.mark.parametrize(("arguments", "code"), [([], 2), (["-h"], 0), (["help"], 0), (["--version"], 0)])
-def test_what_is_no_command_is_answered(
-    arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_command_is_answered(arguments: list[str], code: int, capsys) -> None:
     assert cli.main(arguments) == code
     assert capsys.readouterr().out.startswith(f"asyncrl {__version__}")
 
 
-def test_an_unknown_command_is_answered_with_the_nearest_one_or_the_list(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_unknown_command_is_answered_with_the_nearest_one_or_the_list(capsys) -> None:
     assert cli.run("evalute", []) == 2
     assert "Perhaps you meant `asyncrl evaluate`" in capsys.readouterr().err
     assert cli.run("qqqq", []) == 2
@@ -100,9 +94,7 @@ def fails(arguments: list[str]) -> int:
     raise RunError(f"nothing there for {arguments[0]}")
 
 
-def test_an_error_of_ours_is_one_line_and_code_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_of_ours_is_one_line_and_code_one(monkeypatch, capsys) -> None:
     monkeypatch.setitem(cli.COMMANDS, "fails", f"{__name__}:fails")
     assert cli.run("fails", ["x"]) == 1
     assert capsys.readouterr().err == "asyncrl fails: nothing there for x\n"
@@ -148,9 +140,7 @@ def raises(arguments: list[str]) -> int:
 
 
 @pytest.mark.parametrize("name", LEFTOVERS)
-def test_what_no_part_answered_is_a_sentence(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_no_part_answered_is_a_sentence(name: str, monkeypatch, capsys) -> None:
     error, code, text = LEFTOVERS[name]
     monkeypatch.setitem(cli.COMMANDS, "fails", f"{__name__}:raises")
     monkeypatch.setattr(sys.modules[__name__], "_raised", error)

@@ -85,9 +85,7 @@ def test_the_page_has_an_example_of_every_part_and_none_is_longer_than_80_lines(
     ],
     ids=lambda value: value[1] if isinstance(value, list) else "",
 )
-def test_what_keeps_its_protocol_is_said_to(
-    arguments: list[str], line: str, outside: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_keeps_its_protocol_is_said_to(arguments: list[str], line: str, outside: Path, capsys) -> None:
     assert cli.run("check", arguments) == 0
     said = capsys.readouterr().out
     assert re.search(f"^ok  .*{line}", said, re.M), said
@@ -95,9 +93,7 @@ def test_what_keeps_its_protocol_is_said_to(
 
 
 @pytest.mark.timeout(120)
-def test_a_policy_without_tokens_learns_in_a_world_of_ones_own(
-    outside: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_policy_without_tokens_learns_in_a_world_of_ones_own(outside: Path, tmp_path, capsys) -> None:
     """True success of the page's flow-matching policy, before and after 30 updates in the page's world."""
 
     def true_success(of: str) -> int:
@@ -117,9 +113,7 @@ def test_a_policy_without_tokens_learns_in_a_world_of_ones_own(
     assert after > before + 20, f"{before} -> {after} of 128"
 
 
-def test_a_resumed_run_takes_its_classes_from_the_command_line_only(
-    outside: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_run_takes_its_classes_from_the_command_line_only(outside: Path, tmp_path, capsys) -> None:
     run = ["--inline", "--run-dir", str(tmp_path / "run")]
     named = ["--policy", TOKENS, "--world", WORLD, "--reward", REWARD, "--correction.kind", CORRECTION]
     first = [*run, "--updates", "1", "--checkpoint-every", "1", *ENVIRONMENT, *SMALL, "--policy", TOKENS]
@@ -219,9 +213,7 @@ MODELS = {"policy": TOKENS, "world": WORLD, "reward": REWARD}
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_cannot_work_is_one_sentence_and_leaves_no_run(
-    flags: list[str], said: str, outside: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_work_is_one_sentence_and_leaves_no_run(flags, said, outside, tmp_path, capsys) -> None:
     (outside / "wrong.py").write_text(WRONG)
     correct = [text for kind, name in MODELS.items() for text in (f"--{kind}", name)]
     command = ["--inline", *correct, *SMALL, "--run-dir", str(tmp_path / "run"), *flags]
@@ -233,9 +225,7 @@ def test_what_cannot_work_is_one_sentence_and_leaves_no_run(
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(600)
-def test_actors_of_ones_own_classes_are_killed_join_and_resume(
-    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_actors_of_ones_own_classes_are_killed_join_and_resume(package: Path, tmp_path, monkeypatch) -> None:
     run, keys = tmp_path / "run", tmp_path / "keys"
     create_keys(keys, ["learner", "actor-1", "far"])
     asyncrl = [sys.executable, "-m", "asyncrl"]

@@ -156,16 +156,12 @@ def test_every_command_works_with_a_closed_output(name: str, bench: Bench, tmp_p
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(("name", "delay"), [("metrics", 0.08), ("evaluate", 0.3), ("status", 0.15)])
-def test_a_signal_while_modules_are_imported_gets_one_line(
-    name: str, delay: float, number: signal.Signals, bench: Bench, tmp_path: Path
-) -> None:
+def test_a_signal_while_modules_are_imported_gets_one_line(name, delay, number, bench, tmp_path) -> None:
     code, _, errors = interrupted(start(bench.words(name, tmp_path), tmp_path, tmp_path), number, delay)
     check_end(code, number, errors, tmp_path, 0 if name == "metrics" else None)
 
 
-def test_without_a_terminal_progress_is_lines_and_never_two_bars(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_terminal_progress_is_lines_and_never_two_bars(monkeypatch, capsys) -> None:
     monkeypatch.setattr(terminal, "LINE_SECONDS", 0.0)
     with terminal.progress(total=3, desc="outer") as outer:
         for _ in range(3):
@@ -178,9 +174,7 @@ def test_without_a_terminal_progress_is_lines_and_never_two_bars(
 
 
 @pytest.mark.parametrize("ends_by", [KeyboardInterrupt(signal.SIGTERM), RunError("the pool gives up"), None])
-def test_collected_episodes_are_kept_whatever_ends_it(
-    ends_by: BaseException | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_collected_episodes_are_kept_whatever_ends_it(ends_by, tmp_path, monkeypatch) -> None:
     """None: the process is killed after a minute. No file is complete by then: one holds 32 episodes."""
     monkeypatch.setattr(collect, "WRITTEN_AFTER", 60.0 if ends_by else 0.0)
     written = list[int]()
@@ -206,9 +200,7 @@ def test_collected_episodes_are_kept_whatever_ends_it(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_signal_at_any_moment_gets_one_line(
-    name: str, number: signal.Signals, bench: Bench, tmp_path: Path
-) -> None:
+def test_a_signal_at_any_moment_gets_one_line(name, number, bench, tmp_path) -> None:
     usual, seconds = None, ENDLESS_SECONDS
     if name in ENDING:
         (new := tmp_path / "usual").mkdir()

@@ -160,13 +160,7 @@ EXPECTED = {
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("name", dict.fromkeys([*CALLS, *EXPECTED]), ids=lambda call: call[:100])
-def test_an_odd_call_ends_in_a_sentence(
-    name: str,
-    folders: tuple[Path, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_an_odd_call_ends_in_a_sentence(name, folders, tmp_path, monkeypatch, capfd) -> None:
     models = folders[1]
     monkeypatch.chdir(tmp_path)
     before = unchanged(models)

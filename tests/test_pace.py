@@ -143,9 +143,7 @@ def test_sigterm_ends_the_stage_too(tmp_path) -> None:
         (["--out", "."], "holds other files"),
     ],
 )
-def test_what_cannot_work_is_refused_at_once(
-    tmp_path, monkeypatch, capsys, more: list[str], sentence: str
-) -> None:
+def test_what_cannot_work_is_refused_at_once(tmp_path, monkeypatch, capsys, more, sentence) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "thesis.txt").write_text("mine")
     assert exit_code(["--out", str(tmp_path / "out"), *more], "pace") == 2

@@ -108,9 +108,7 @@ def test_what_tells_episodes_apart_is_what_is_said_not_what_could_be() -> None:
         ({"sample": {"states": np.zeros((2, 3), np.float32)}}, "cannot be the name of a sample's array"),
     ],
 )
-def test_an_unsound_episode_of_a_simulator_is_told_what_is_wrong(
-    changes: dict[str, Any], problem: str
-) -> None:
+def test_an_unsound_episode_of_a_simulator_is_told_what_is_wrong(changes, problem) -> None:
     assert problem in (problem_with(replace(simulated(make_episode()), **changes)) or "nothing")
 
 

@@ -52,9 +52,7 @@ def test_a_name_that_a_package_registers_is_found(install: Install) -> None:
     assert built_in.__module__ == "asyncrl.simulators.tabletop.simulator", "it is not taken over"
 
 
-def test_packages_are_not_imported_nor_looked_for_before_they_are_named(
-    install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packages_are_not_imported_nor_looked_for_before_they_are_named(install, monkeypatch) -> None:
     install("pouring-lab", "pouring = pouring_lab:Pouring")
     with pytest.raises(ConfigError, match="nothing of that kind is called so"):
         registry.check_name("simulator", "pourin")

@@ -52,9 +52,7 @@ def again(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int) -
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("group", [0, 1], ids=["with video", "without video"])
-def test_a_group_imagined_at_the_same_shape_is_equal_to_the_last_bit(
-    recorded: Path, capsys: pytest.CaptureFixture[str], group: int
-) -> None:
+def test_a_group_imagined_at_the_same_shape_is_equal_to_the_last_bit(recorded, capsys, group) -> None:
     said, found = again([str(recorded / "run"), str(group)], capsys, 0)
     for row in found:
         seen = [row[title] for title in ("verdict", "the same end", "frames", "scores")]
@@ -68,9 +66,7 @@ def test_a_group_imagined_at_the_same_shape_is_equal_to_the_last_bit(
     assert "rows of a pass: 1 (--rows)" in said
 
 
-def test_log_probs_are_compared_where_exactly_their_version_is_left(
-    recorded: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_log_probs_are_compared_where_exactly_their_version_is_left(recorded: Path, capsys) -> None:
     folder = replay_folder(recorded / "run")
     by_version = {
         int(find_group(folder, number)[0].policy_versions[0]): number
@@ -83,9 +79,7 @@ def test_log_probs_are_compared_where_exactly_their_version_is_left(
     assert {row["verdict"] for row in found} == {"equal"}, "frames and scores need no policy"
 
 
-def test_another_policy_of_that_version_shows_in_the_log_probs_alone(
-    own_copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_policy_of_that_version_shows_in_the_log_probs_alone(own_copy: Path, capsys) -> None:
     """A changed checkpoint in place of the policy that the run began with."""
     checkpoint = own_copy / "checkpoints" / "update_000002"
     policy = load_policy(checkpoint)
@@ -97,9 +91,7 @@ def test_another_policy_of_that_version_shows_in_the_log_probs_alone(
     assert all(float(row["log-probs"]) > 0.05 for row in found)
 
 
-def test_another_world_differs_and_that_is_exit_code_1(
-    own_copy: Path, recorded: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_world_differs_and_that_is_exit_code_1(own_copy: Path, recorded: Path, capsys) -> None:
     world = load_world(recorded / "world")
     with torch.no_grad():
         for parameter in world.vae.parameters():
@@ -123,9 +115,7 @@ def test_another_world_differs_and_that_is_exit_code_1(
     ],
     ids=["group", "start states", "names", "settings"],
 )
-def test_what_cannot_work_is_one_sentence(
-    own_copy: Path, change: object, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_work_is_one_sentence(own_copy: Path, change: object, said: str, capsys) -> None:
     arguments = change(own_copy)  # type: ignore[operator]
     assert exit_code(["imagine", str(own_copy), *arguments], "replay") == 2
     found = capsys.readouterr()

@@ -1,7 +1,5 @@
 """The actor: seeds, slots, and imagination that does not depend on its neighbours. Tiny real models."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,9 +156,7 @@ BLINK = [0.1, 0.9, 0.1, 0.1, 0.1, 0.1, 0.95, 0.95]
         ([LOW, BLINK], 2, (1, 7)),
     ],
 )
-def test_the_rule_says_which_step_is_the_success(
-    scores: list[list[float]], rule: SuccessFrames, rewarded: tuple[int, int] | None
-) -> None:
+def test_the_rule_says_which_step_is_the_success(scores, rule, rewarded) -> None:
     ended = finish(episode_with(scores), success_frames=rule)
     if rewarded is None:
         assert ended is None
@@ -282,9 +278,7 @@ class Unreached:
         """Nothing comes."""
 
 
-def test_a_learner_that_left_before_its_first_version_ends_the_actor(
-    imagination: WorldBackend, tmp_path: Path
-) -> None:
+def test_a_learner_that_left_before_its_first_version_ends_the_actor(imagination, tmp_path) -> None:
     class Closed:
         def wait_for_first(self, deadline: float) -> int:
             raise ChannelClosed("over")

@@ -1,7 +1,5 @@
 """Poison does not end a run: numbers that are not finite, and errors for one start state."""
 
-from __future__ import annotations
-
 import logging
 import time
 from dataclasses import replace
@@ -179,9 +177,7 @@ def test_after_two_groups_a_start_state_is_not_imagined_any_more(tmp_path: Path)
     run.replay.close()
 
 
-def test_without_a_start_state_left_the_run_ends_with_their_names_and_the_first_reason(
-    tmp_path: Path,
-) -> None:
+def test_without_a_start_state_left_the_run_ends_with_their_names_and_the_first_reason(tmp_path) -> None:
     poisoned = Poisoned(dict.fromkeys(range(3), "score"))
     run = inline_run(tmp_path, poisoned, starts=3)
     began = time.monotonic()

@@ -1,7 +1,5 @@
 """--imagination.fixed-shape: an episode has the same bits whatever is beside it. The shipped models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -57,9 +55,7 @@ def same(one: Episode, other: Episode) -> bool:
 
 
 @pytest.mark.timeout(120)
-def test_at_a_fixed_shape_no_bit_of_an_episode_depends_on_how_many_are_beside_it(
-    environment: Environment,
-) -> None:
+def test_at_a_fixed_shape_no_bit_of_an_episode_depends_on_how_many_are_beside_it(environment) -> None:
     found = {}
     for fixed_shape in (False, True):
         imagination = models(environment, fixed_shape=fixed_shape)

@@ -1,7 +1,5 @@
 """Stages of an actor's batch: what they remember, the order of launches, and groups given up in flight."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path
@@ -92,9 +90,7 @@ def test_one_stage_is_launched_and_collected_in_turns(order: list[str], tmp_path
     run.replay.close()
 
 
-def test_the_next_half_is_launched_before_the_one_before_is_collected(
-    order: list[str], tmp_path: Path
-) -> None:
+def test_the_next_half_is_launched_before_the_one_before_is_collected(order: list[str], tmp_path) -> None:
     run = inline_run(tmp_path, Poisoned(), per_update=2, slots=3, stages=2)
     for _ in range(5):
         run.actor.step(0.0)
@@ -123,9 +119,7 @@ def test_a_half_without_episodes_keeps_nobody_waiting(order: list[str], tmp_path
     run.replay.close()
 
 
-def test_a_decision_carries_the_version_it_was_launched_with(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_decision_carries_the_version_it_was_launched_with(monkeypatch, tmp_path) -> None:
     run = inline_run(tmp_path, Poisoned(), per_update=1, slots=2, stages=2)
     run.actor.step(0.0)  # launches member 0 with version 0
     monkeypatch.setattr(run.actor.receiver, "swap_into", lambda tensors: 1)
@@ -192,9 +186,7 @@ def test_the_seconds_of_each_model_are_told_apart(monkeypatch: pytest.MonkeyPatc
     run.replay.close()
 
 
-def test_a_report_tells_shares_of_the_time_and_reaches_the_learners_row(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_report_tells_shares_of_the_time_and_reaches_the_learners_row(monkeypatch, tmp_path) -> None:
     run = inline_run(tmp_path, Poisoned())
     telemetry = ActorTelemetry(run.actor.backend, NO_OFFLOAD)
     assert telemetry.report_if_due() is None, "too soon"

@@ -1,7 +1,5 @@
 """Stages on a GPU: launches do not wait, halves overlap, and episodes are those of the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An actor in a simulator: what it records, and what a lost worker or a group that is given up changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -142,9 +140,7 @@ def finish(
         (500, 24, "truncated"),
     ],
 )
-def test_the_record_says_how_many_steps_were_taken_and_how_it_ended(
-    chunk: int, seed: int, steps: int, end: str
-) -> None:
+def test_the_record_says_how_many_steps_were_taken_and_how_it_ended(chunk, seed, steps, end) -> None:
     with playing(chunk) as parts:
         queue(parts[1], [seed])
         made = finish(*parts)[0, 0]
@@ -238,9 +234,7 @@ def test_no_episode_depends_on_workers_slots_or_who_answers_first() -> None:
 
 
 @pytest.mark.parametrize("how", ["kill", "raise"])
-def test_an_episode_whose_worker_is_lost_begins_again_and_says_which_weights_made_it(
-    tmp_path: Path, how: str
-) -> None:
+def test_an_episode_whose_worker_is_lost_begins_again_and_says_which_weights_made_it(tmp_path, how) -> None:
     with playing(workers=1, places=2, accident=f"{how}@{tmp_path / 'happened'}") as (play, slots, stage):
         queue(slots, [500, 7])
         before = finish(play, slots, stage, version=lambda turn: turn)
@@ -352,9 +346,7 @@ def test_the_answer_to_an_episode_that_is_gone_reaches_no_other() -> None:
 
 
 @pytest.mark.parametrize(("last", "most"), [(shows(8, truncated=True), 9), (shows(8), 1)])
-def test_an_episode_whose_last_answer_comes_while_others_are_decided_is_handed_over(
-    last: SlotAnswer, most: int
-) -> None:
+def test_an_episode_whose_last_answer_comes_while_others_are_decided_is_handed_over(last, most) -> None:
     play, slots, stage, pool = scripted(shows(), last)
     play.max_decisions = most
     play.launch(slots, stage, [0], 0)

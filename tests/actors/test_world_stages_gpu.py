@@ -1,7 +1,5 @@
 """On a GPU, with every kind of world: two stages overlap, and opening slots makes no call that waits."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from pathlib import Path

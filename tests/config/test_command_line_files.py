@@ -71,9 +71,7 @@ def test_only_all_files_together_must_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, 1])
-def test_what_is_wrong_in_one_of_several_files_names_it_and_the_key(
-    wrong: int, layers: tuple[str, str]
-) -> None:
+def test_what_is_wrong_in_one_of_several_files_names_it_and_the_key(wrong, layers) -> None:
     Path(layers[wrong]).write_text("[replay]\nmax_lag = 'two'\n")  # Also when the other one wins over it.
     name = Path(layers[wrong]).name
     with pytest.raises(ConfigError, match=rf"{name} \[replay\]: max_lag is 'two', expected int like 2"):
@@ -105,15 +103,7 @@ texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0
     region=st.floats(0, 1) | st.just("auto"),
     frames=st.integers(1, 10**9) | st.just("last"),
 )
-def test_any_settings_come_back(
-    tmp_path_factory: pytest.TempPathFactory,
-    run_dir: str,
-    seed: int,
-    own: list[str],
-    temperature: float,
-    region: float,
-    frames: int,
-) -> None:
+def test_any_settings_come_back(tmp_path_factory, run_dir, seed, own, temperature, region, frames) -> None:
     config = TrainConfig(
         run_dir=run_dir,
         seed=seed,

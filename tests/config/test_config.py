@@ -300,9 +300,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[str]]] = 
 
 
 @pytest.mark.parametrize(("algorithm", "correction", "critic", "named"), CASES)
-def test_what_cannot_act_is_named(
-    algorithm: dict[str, Any], correction: dict[str, Any], critic: dict[str, Any], named: list[str]
-) -> None:
+def test_what_cannot_act_is_named(algorithm, correction, critic, named) -> None:
     lines = idle_settings(
         AlgorithmSettings(**algorithm), CorrectionSettings(**correction), CriticSettings(**critic)
     )

@@ -40,9 +40,7 @@ def test_it_fits_one_screen_and_names_the_way_to_the_rest(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", sorted(cli.COMMANDS))
-def test_no_command_has_a_long_help(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_command_has_a_long_help(command: str, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as left:
         cli.run(command, ["--help"])
@@ -54,9 +52,7 @@ def test_no_command_has_a_long_help(
 
 
 @pytest.mark.parametrize("command", ["evaluate", "collect"])
-def test_help_all_of_another_command_shows_what_the_short_one_leaves_out(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_all_of_another_command_shows_what_the_short_one_leaves_out(command: str, capsys) -> None:
     help_text, settings = SETTINGS[command]
     with pytest.raises(SystemExit):
         cli.run(command, ["--help-all"])

@@ -270,9 +270,7 @@ def two_versions(models: WorldBackend, folder: Path, *, offload: bool) -> list[E
     return [*first, *second]
 
 
-def test_an_actor_that_was_parked_imagines_what_it_would_have_imagined(
-    imagination: WorldBackend, tmp_path: Path
-) -> None:
+def test_an_actor_that_was_parked_imagines_what_it_would_have_imagined(imagination, tmp_path) -> None:
     plain = two_versions(imagination, tmp_path / "plain", offload=False)
     found = two_versions(imagination, tmp_path / "offload", offload=True)
     assert [episode.policy_versions.tolist() for episode in plain] == [[0], [0], [1], [1]]
@@ -282,9 +280,7 @@ def test_an_actor_that_was_parked_imagines_what_it_would_have_imagined(
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_learner_parks_while_it_waits_and_learns_the_same(
-    offload: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_learner_parks_while_it_waits_and_learns_the_same(offload: bool, tmp_path, monkeypatch) -> None:
     plain, run = Run(tmp_path / "plain"), Run(tmp_path / "run", seconds_to_fill=3.0)
     plain.learner.run()
     config = TrainConfig(learner=LearnerSettings(offload=offload))

@@ -68,9 +68,7 @@ def test_a_check_that_crashes_is_a_finding_of_its_own(check, words) -> None:
     assert finding.seen == f"cannot be checked: {words}"
 
 
-def test_a_check_that_hangs_is_left_behind_and_named_while_it_hangs(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_check_that_hangs_is_left_behind_and_named_while_it_hangs(capsys, monkeypatch) -> None:
     release = threading.Event()
 
     def hang() -> None:
@@ -94,9 +92,7 @@ def test_a_check_that_hangs_is_left_behind_and_named_while_it_hangs(
     )
 
 
-def test_without_long_the_doctor_takes_ten_seconds(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_long_the_doctor_takes_ten_seconds(capsys, monkeypatch) -> None:
     """A check hangs, and each after it has a moment; those that take long are named and not begun."""
     release = threading.Event()
     monkeypatch.setattr(checks, "QUICK", 0.2)

@@ -102,9 +102,7 @@ def test_a_network_file_system_is_a_warning(tmp_path: Path, monkeypatch, kind: s
     assert finding.seen.startswith(f"{kind} in {tmp_path}")
 
 
-def test_a_taken_port_an_address_without_keys_and_a_client_that_is_not_admitted_are_broken(
-    tmp_path: Path,
-) -> None:
+def test_a_taken_port_an_address_without_keys_and_a_client_that_is_not_admitted_are_broken(tmp_path) -> None:
     assert host.check_network(examination(tmp_path)) is None
     create_keys(tmp_path / "keys", ["learner", "actor-0", "someone"])
     with socket.create_server(("127.0.0.1", 0)) as other:

@@ -88,9 +88,7 @@ def test_the_report_on_tabletop_has_a_line_for_everything(capsys: pytest.Capture
 
 
 @pytest.mark.multiprocess
-def test_an_environment_of_ones_own_is_played_in_all_its_places(
-    lab: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_environment_of_ones_own_is_played_in_all_its_places(lab: None, capsys) -> None:
     pytest.importorskip("gymnasium", reason="gymnasium comes with the extras libero and maniskill")
     code, found = report(
         capsys, "--simulator", DOT, "--places", "3", "--simulator-settings", "mode=SAME_STEP"
@@ -151,9 +149,7 @@ def test_a_name_that_nothing_has_ends_with_code_2(capsys: pytest.CaptureFixture[
     assert "Write key=value" in capsys.readouterr().err
 
 
-def test_a_missing_package_is_not_played_with(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_not_played_with(capsys, monkeypatch) -> None:
     missing = Requirement("no-such-package-anywhere==3.0.1")
     monkeypatch.setattr(checks, "requirements", lambda extra="": [missing] if extra == "maniskill" else [])
     code, found = report(capsys, "--simulator", "maniskill_push_cube")
@@ -168,9 +164,7 @@ def test_a_missing_package_is_not_played_with(
         (2**30, Verdict.BROKEN, "too little for one"),
     ],
 )
-def test_memory_says_how_many_workers_there_can_be(
-    free: int, verdict: Verdict, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_says_how_many_workers_there_can_be(free, verdict, words, monkeypatch) -> None:
     spec = SimulatorSpec(name="odd", tasks=(), trials=0, max_steps=9, image_size=8, places=2)
     seen = Measured(spec=spec, start=1, reset=1, undrawn=1, drawn=1, memory=1800 * 2**20)
     monkeypatch.setattr(simulators, "free_memory", lambda: free)

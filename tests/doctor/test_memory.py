@@ -108,9 +108,7 @@ def adapters(recipe: TrainConfig) -> Sizes:
         ("learner=0-1,actor=2-3", 3, 50.0),
     ],
 )
-def test_runs_with_adapters_need_what_is_estimated(
-    recipe: TrainConfig, adapters: Sizes, placement: str, rank: int, measured: float
-) -> None:
+def test_runs_with_adapters_need_what_is_estimated(recipe, adapters, placement, rank, measured) -> None:
     found = rank_needs(recipe, adapters, placement_of(replace(recipe, placement=placement)), rank) / GIB
     assert found == pytest.approx(measured, rel=TOLERANCE)
 
@@ -204,9 +202,7 @@ def test_the_recipes_fit_eight_devices_of_80_gb_as_their_headers_say(file: Path)
 @pytest.mark.parametrize(
     ("kind", "weights", "eager", "compiled"), [("opensora", 1.85, 5.69, 8.15), ("evac", 4.24, 8.43, 13.15)]
 )
-def test_decisions_of_the_published_worlds_take_what_is_estimated(
-    kind: str, weights: float, eager: float, compiled: float
-) -> None:
+def test_decisions_of_the_published_worlds_take_what_is_estimated(kind, weights, eager, compiled) -> None:
     """Of 16 slots with room for 32 decisions: GiB as docs/measurements/world_speed.md has them."""
     if kind == "opensora":
         slot = slot_bytes(STDiT3Config.xl2(), FrameVaeConfig.published(), 256, torch.bfloat16)

@@ -1,7 +1,5 @@
 """`asyncrl audit` with tiny models: what it takes from a run, its tables and file, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -58,9 +56,7 @@ def test_without_start_states_none_are_opened(run: Path, simulator: str, monkeyp
 
 
 @pytest.mark.render
-def test_a_runs_audit_has_a_row_per_version_and_writes_nothing_else(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_runs_audit_has_a_row_per_version_and_writes_nothing_else(run: Path, tmp_path, capsys) -> None:
     before, file = files(run), tmp_path / "audit.json"
     flags = ["--every-checkpoint", "--success-threshold", "0.1", "--json", str(file)]
     assert cli.run("audit", [str(run), *SHORT, *flags]) == 0

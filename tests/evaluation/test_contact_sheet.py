@@ -1,7 +1,5 @@
 """True and imagined episodes side by side, and what the reward model makes of them, as in training."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -105,9 +103,7 @@ def test_an_episode_that_ends_within_a_chunk_is_imagined_to_its_end() -> None:
     assert drawn[:, 0, 0, 0].tolist() == [10 + i * (i + 1) // 2 for i in range(12)]
 
 
-def test_another_suffix_and_a_world_that_is_not_there_are_named_before_an_episode_is_played(
-    tmp_path: Path,
-) -> None:
+def test_another_suffix_and_a_world_that_is_not_there_are_named_before_an_episode_is_played(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"must end in \.gif or \.mp4"):
         main(["tabletop", "--video", str(tmp_path / "sheet.png")])
     with pytest.raises(CheckpointError, match="--world nowhere"):
@@ -189,9 +185,7 @@ def test_the_rule_is_the_runs_and_nothing_is_judged_beyond_an_episodes_end() -> 
         (10, 16, False, ["truth: not solved", "imagined: best score 0.26: no success", ""]),
     ],
 )
-def test_both_verdicts_are_said_and_whether_they_differ(
-    start: int, steps: int, solved: bool, said: list[str]
-) -> None:
+def test_both_verdicts_are_said_and_whether_they_differ(start, steps, solved, said) -> None:
     assert verdicts(judged(start, steps, solved)) == said
 
 

@@ -1,7 +1,5 @@
 """An audit in which every verdict is known: the simulator counts steps, the world counts along or is dark."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Models whose weights hold NaN are refused at every door, in a sentence that names the model."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from dataclasses import replace
@@ -120,9 +118,7 @@ def test_an_evaluator_measures_no_version_that_is_not_finite(models: Path) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e39])
-def test_weights_that_are_not_finite_in_their_type_are_not_written(
-    bad: float, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_weights_that_are_not_finite_in_their_type_are_not_written(bad, dtype, tmp_path) -> None:
     tensor = torch.zeros(70, 3, dtype=torch.float64)
     tensor[69, 2] = bad
     with pytest.raises(CheckpointError, match=r"tensor b would hold NaN or infinity in torch\.\w+"):

@@ -1,7 +1,5 @@
 """Counting successes in a simulator that is decided by the seeds alone."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence
@@ -63,9 +61,7 @@ def plays(seeds: Sequence[int]) -> list[Play]:
     ("successes", "episodes", "low", "high"),
     [(8, 10, 0.4902, 0.9433), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (128, 256, 0.4392, 0.5608)],
 )
-def test_wilson_intervals_are_the_published_ones(
-    successes: int, episodes: int, low: float, high: float
-) -> None:
+def test_wilson_intervals_are_the_published_ones(successes, episodes, low, high) -> None:
     rate = SuccessRate.of(successes, episodes)
     assert rate.rate == successes / episodes
     assert (rate.low, rate.high) == pytest.approx((low, high), abs=5e-5)

@@ -1,7 +1,5 @@
 """Models of any number of action dimensions and any picture size, from recordings to a training run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A policy is fine-tuned alike on one rank or two, in parts or at once, by adapters or all of its weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

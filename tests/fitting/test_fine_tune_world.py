@@ -1,7 +1,5 @@
 """A world is fine-tuned alike on one rank or two, in parts or at once, and written as it was read."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -226,9 +224,7 @@ def fitted(folders: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.timeout(120)
-def test_a_published_world_is_written_as_it_was_published(
-    folders: Path, fitted: dict[str, torch.Tensor]
-) -> None:
+def test_a_published_world_is_written_as_it_was_published(folders, fitted) -> None:
     found, out = fitted, folders / "fitted"
     before = load_file(folders / "published" / TRANSFORMER)
     assert {n: (t.dtype, t.shape) for n, t in found.items()} == {
@@ -286,9 +282,7 @@ def test_adapters_are_merged_and_also_written_alone(folders: Path, tmp_path: Pat
 
 
 @pytest.mark.timeout(120)
-def test_a_world_of_our_own_keeps_its_layout_too(
-    folders: Path, fitted: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
+def test_a_world_of_our_own_keeps_its_layout_too(folders, fitted, tmp_path) -> None:
     save_world(tmp_path / "own", small_world())
     write_json(tmp_path / "own" / "note.json", {"by": "hand"})
     arguments = ["--data", str(folders / "data"), "--refine", str(tmp_path / "own"), *STEPS, "--version", "3"]
@@ -307,9 +301,7 @@ def test_a_world_of_our_own_keeps_its_layout_too(
     ("more", "share"),
     [((), 0.1), (("--lora.rank", "4", "--micro-batch", "1", "--gradient-checkpointing"), 0.03)],
 )
-def test_two_ranks_fit_what_one_does(
-    folders: Path, tmp_path: Path, more: tuple[str, ...], share: float
-) -> None:
+def test_two_ranks_fit_what_one_does(folders: Path, tmp_path, more: tuple[str, ...], share: float) -> None:
     alone = fit(folders, tmp_path / "alone", *more)
     done = on_two_ranks(tmp_path, ["-m", "asyncrl", "fit"], flags(folders, tmp_path / "two", *more))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -366,9 +358,7 @@ def assert_refused(capsys, arguments: list[str], said: str) -> None:
         (["--refine", ""], "torchrun started 2 ranks, but only a policy or a world of --refine"),
     ],
 )
-def test_what_cannot_work_is_refused(
-    folders: Path, tmp_path: Path, capsys, monkeypatch, more: list[str], said: str
-) -> None:
+def test_what_cannot_work_is_refused(folders, tmp_path, capsys, monkeypatch, more, said) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other").mkdir()
     write_json(tmp_path / "other" / "world.json", {"kind": "opensora"})

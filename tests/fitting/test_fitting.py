@@ -1,7 +1,5 @@
 """Recordings to models: files, windows, the training loop, cloning, the demonstrator."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

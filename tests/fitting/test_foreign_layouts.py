@@ -1,7 +1,5 @@
 """LIBERO's published demonstrations in, RLinf's trajectories out, and what `asyncrl recordings` prints."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path
@@ -78,9 +76,7 @@ def test_imported_tasks_have_the_benchmarks_numbers() -> None:
         assert [named[number] for number in numbers] == list(SUITES[suite])
 
 
-def test_demonstrations_of_libero_90_have_no_numbers_and_are_told_apart_by_their_files(
-    tmp_path: Path,
-) -> None:
+def test_demonstrations_of_libero_90_have_no_numbers_and_are_told_apart_by_their_files(tmp_path) -> None:
     task, folder = "close the drawer", tmp_path / "libero_90"
     paths = [write_libero(folder, task, name=f"KITCHEN_SCENE{n}_close_the_drawer_demo") for n in (1, 2)]
     import_demonstrations(paths, tmp_path / "data")

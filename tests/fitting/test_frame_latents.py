@@ -1,7 +1,5 @@
 """What OpenSora's and EVAC's fits see: latents, windows, poses and the camera, against slow references."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable
@@ -141,9 +139,7 @@ def slow_windows(given: Callable[[int], list[int]]) -> list[list[int]]:
     return found
 
 
-def test_windows_of_opensora_are_the_last_four_frames_and_the_next_eight(
-    recordings: Recordings, opensora_world: OpenSoraFit
-) -> None:
+def test_windows_of_opensora_are_the_last_four_frames_and_the_next_eight(recordings, opensora_world) -> None:
     world = opensora_world.world
     cut = opensora.windows(recordings, opensora_world.encode(recordings), world.action_range)
     expected = slow_windows(lambda seen: [max(0, seen - 4 + i) for i in range(4)])
@@ -160,9 +156,7 @@ def test_windows_of_opensora_are_the_last_four_frames_and_the_next_eight(
 
 
 @torch.no_grad()
-def test_the_first_window_of_opensora_is_what_imagination_begins_with(
-    recordings: Recordings, opensora_world: OpenSoraFit
-) -> None:
+def test_the_first_window_of_opensora_is_what_imagination_begins_with(recordings, opensora_world) -> None:
     world = opensora_world.world
     cut = opensora.windows(recordings, opensora_world.encode(recordings), world.action_range)
     state = world.start([first_states(recordings, 4)[3]])

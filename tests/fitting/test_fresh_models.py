@@ -1,7 +1,5 @@
 """Fits at the recordings' picture size, with their words and the range of their actions, up to a run."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

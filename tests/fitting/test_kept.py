@@ -1,7 +1,5 @@
 """A fit that is interrupted goes on where it was, and leaves no trace when it is done."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import signal
@@ -152,9 +150,7 @@ def test_an_interrupted_fit_goes_on_and_becomes_what_it_would_have_become(
 
 
 @pytest.mark.slow
-def test_a_state_that_is_damaged_is_named(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_state_that_is_damaged_is_named(data: Path, tmp_path, monkeypatch, capsys) -> None:
     words = [word.format(data=data, out=tmp_path / "out") for word in FITS["policy"][0]]
     monkeypatch.setattr(loop, "KEPT_AFTER", 0.0)
     monkeypatch.setattr("asyncrl.policies.openvla.policy.OpenVLAOFTPolicy.save", fail)

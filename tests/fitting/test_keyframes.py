@@ -1,7 +1,5 @@
 """Key frames become start states on the way: chosen by the rule, alike from every task, with what is left."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -66,9 +64,7 @@ def gripper(changes_at: int, steps: int) -> np.ndarray:
         (99, -1, 8, []),
     ],
 )
-def test_key_frames_follow_the_documented_rule(
-    changes_at: int, solved_at: int, steps: int, expected: list[int]
-) -> None:
+def test_key_frames_follow_the_documented_rule(changes_at, solved_at, steps, expected) -> None:
     assert keyframes(gripper(changes_at, steps), np.arange(steps + 1) == solved_at) == expected
 
 
@@ -88,9 +84,7 @@ def test_recordings_without_a_key_frame_are_refused(tmp_path: Path) -> None:
         keyframe_states(load_recordings([tmp_path / "data"]), 3)
 
 
-def test_the_command_writes_our_file_and_rlinfs_folder(
-    recordings: Recordings, tmp_path: Path, capsys
-) -> None:
+def test_the_command_writes_our_file_and_rlinfs_folder(recordings: Recordings, tmp_path, capsys) -> None:
     data = ["--data", str(tmp_path / "data")]
     assert cli.run("fit", ["keyframes", *data, "--out", str(tmp_path / "k.h5"), "--count", "6"]) == 0
     assert "6 key frames of 3 tasks in" in capsys.readouterr().out

@@ -1,7 +1,5 @@
 """LeRobot v3 folders as --data: what a test wrote with pyarrow and PyAV comes out as recordings."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -202,9 +200,7 @@ def test_an_import_keeps_states_rewards_and_all_cameras_that_were_named(tmp_path
     assert recordings_command(["stats", str(out)]) == 0
 
 
-def test_demonstrations_are_solved_at_their_end_only_if_that_is_said(
-    tmp_path: Path, episodes: list[Sampled], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_demonstrations_are_solved_at_their_end_only_if_that_is_said(tmp_path, episodes, caplog) -> None:
     folder = write_lerobot_folder(tmp_path / "towel", episodes, video=False, judged=False)
     assert not load_recordings([folder]).success.any()
     assert "no episode counts as solved (--dataset.success KEY, or --dataset.solved end" in caplog.text

@@ -1,7 +1,5 @@
 """What a fit computes with: rounded weights, CUDA graphs of both passes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

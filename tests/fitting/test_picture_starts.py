@@ -1,7 +1,5 @@
 """Start states from pictures and instructions, and words that a policy cannot read."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -52,9 +50,7 @@ def pictures(tmp_path: Path) -> Path:
         ),
     ],
 )
-def test_pictures_and_instructions_become_start_states(
-    tmp_path: Path, pictures: Path, name: str, content: str, expected: set[tuple[str, str]]
-) -> None:
+def test_pictures_and_instructions_become_start_states(tmp_path, pictures, name, content, expected) -> None:
     (tmp_path / name).write_text(content)
     out, flags = tmp_path / "starts.h5", ["--instructions", str(tmp_path / name)]
     fit(["starts", "--pictures", str(pictures), *flags, "--out", str(out), "--dataset.image-size", "32"])
@@ -66,9 +62,7 @@ def test_pictures_and_instructions_become_start_states(
         assert (len(state.context_frames), state.ee_pose) == (0, None)
 
 
-def test_endings_in_capitals_are_read_and_other_files_are_named(
-    tmp_path: Path, pictures: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_endings_in_capitals_are_read_and_other_files_are_named(tmp_path, pictures: Path, caplog) -> None:
     for old, new in (("view0.png", "view0.PNG"), ("view1.bmp", "view1.Bmp")):
         (pictures / old).rename(pictures / new)
     for name in ("view2.tiff", ".DS_Store"):
@@ -96,9 +90,7 @@ def test_fewer_start_states_are_spread_over_all_pictures(tmp_path: Path, picture
         ("i.csv", "picture,instruction\nview0.png,x\nview0.png,X.\n", "twice for a picture"),
     ],
 )
-def test_instructions_that_cannot_be_used_are_refused(
-    tmp_path: Path, pictures: Path, name: str, content: str, said: str
-) -> None:
+def test_instructions_that_cannot_be_used_are_refused(tmp_path, pictures, name, content, said) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=said):
         picture_starts(pictures, tmp_path / name, DataSetSettings(), 9)
@@ -121,15 +113,11 @@ def test_pictures_that_cannot_be_used_are_refused(tmp_path: Path, pictures: Path
 
 
 @pytest.mark.parametrize("flags", [[], ["--data", "a", "--pictures", "b"], ["--pictures", "b"]])
-def test_start_states_come_from_recordings_or_from_pictures(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_start_states_come_from_recordings_or_from_pictures(flags: list[str], tmp_path, capsys) -> None:
     assert "--pictures" in refused(capsys, "fit", ["starts", *flags, "--out", str(tmp_path / "x.h5")])
 
 
-def test_a_refined_policy_must_know_the_words_of_the_recordings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refined_policy_must_know_the_words_of_the_recordings(tmp_path, capsys) -> None:
     policy = tmp_path / "policy"
     OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(llm_layers=1, image_size=32, patch_size=4)).save(policy)
     write_recorded(tmp_path / "data", recorded_spec(32, tasks=("fold the towel",)), (17,))

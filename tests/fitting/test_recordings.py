@@ -1,10 +1,7 @@
 """Recordings are read by row from disk, and only together where they look alike."""
 
-from __future__ import annotations
-
 import sys
 import zlib
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,9 +69,7 @@ def test_a_file_of_pictures_leaves_no_name_behind(tmp_path: Path, monkeypatch: p
     assert len(file[:]) == 3
 
 
-def test_pictures_without_room_are_refused_with_what_they_need(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pictures_without_room_are_refused_with_what_they_need(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     with pytest.raises(AssetError, match=r"take 50000\.0 GB unpacked, and .* GB free .*TMPDIR"):
@@ -134,9 +129,7 @@ def test_pictures_that_another_program_packed_are_read_as_hdf5_reads_them(
         ("frames", zlib.compress(bytes(16 * 32 * 32 * 3))[:-2], "cut short"),
     ],
 )
-def test_a_damaged_recording_is_named(
-    tmp_path: Path, name: str, change: Callable[[np.ndarray], object] | bytes, said: str
-) -> None:
+def test_a_damaged_recording_is_named(tmp_path, name, change, said) -> None:
     write_recorded(tmp_path, recorded_spec(32, poses=True), (9, 11))
     path = tmp_path / "part-00000.h5"
     with h5py.File(path, "a") as file:
@@ -175,9 +168,7 @@ def test_recordings_that_differ_are_refused_by_name(tmp_path: Path, what: dict |
         assert str(folder / "part-00000.h5") in str(refused.value)
 
 
-def test_poses_come_back_unless_a_file_has_none_which_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_poses_come_back_unless_a_file_has_none_which_is_named(tmp_path, caplog) -> None:
     spec = recorded_spec(32, poses=True)
     one = write_recorded(tmp_path / "one", spec, (9, 12))
     two = write_recorded(tmp_path / "two", spec, (10,))
@@ -242,9 +233,7 @@ def tiny_vae() -> WanVae:
     return WanVae(VaeConfig.tiny())
 
 
-def test_an_episode_that_ends_within_a_decision_is_encoded_with_its_last_frame_repeated(
-    tmp_path: Path,
-) -> None:
+def test_an_episode_that_ends_within_a_decision_is_encoded_with_its_last_frame_repeated(tmp_path) -> None:
     (short, _) = write_recorded(tmp_path, recorded_spec(32), (12, 17))
     read, vae = load_recordings([tmp_path]), tiny_vae()
     latents = encode_recordings(vae, read)

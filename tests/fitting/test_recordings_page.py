@@ -1,10 +1,7 @@
 """The writer of docs/recordings.md writes what the commands accept."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import h5py
@@ -35,9 +32,7 @@ def own_episode(seed: int, steps: int = 11) -> tuple[str, np.ndarray, np.ndarray
     return ("stir the soup" if seed else "peel the potato", frames, rng.normal(size=(steps, 3)), solved)
 
 
-def test_the_pages_writer_is_read_back_and_fitted_on(
-    tmp_path: Path, write_recording: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_pages_writer_is_read_back_and_fitted_on(tmp_path, write_recording, capsys) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
     episodes = [own_episode(seed, 11 + seed) for seed in range(3)]
@@ -58,18 +53,14 @@ def test_the_pages_writer_is_read_back_and_fitted_on(
     assert cli.run("fit", ["starts", "--data", str(folder), "--out", str(tmp_path / "starts.h5")]) == 0
 
 
-def test_one_file_of_any_name_is_a_recording_too_which_is_read_as_it_is(
-    tmp_path: Path, write_recording: Callable[..., None]
-) -> None:
+def test_one_file_of_any_name_is_a_recording_too_which_is_read_as_it_is(tmp_path, write_recording) -> None:
     write_recording(tmp_path / "monday.h5", [own_episode(0)])
     assert load_recordings([tmp_path / "monday.h5"]).tasks == ["peel the potato"]
     with pytest.raises(ConfigError, match=r"monday.h5 is a recording of our own"):
         load_recordings([tmp_path / "monday.h5"], DataSetSettings(image_size=64))
 
 
-def test_the_page_names_every_array_that_a_recording_must_have(
-    tmp_path: Path, write_recording: Callable[..., None]
-) -> None:
+def test_the_page_names_every_array_that_a_recording_must_have(tmp_path, write_recording) -> None:
     path, needed = tmp_path / "monday.h5", PAGE.read_text().split("These need not be there")[0]
     write_recording(path, [own_episode(0)])
     with h5py.File(path) as file:

@@ -1,7 +1,5 @@
 """Robomimic's files as --data, and our own exports read back."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -69,9 +67,7 @@ def episodes() -> list[Sampled]:
     return [sampled(seed, 10 + seed, numbers=7, cameras=(TOP, WRIST)) for seed in range(3)]
 
 
-def test_a_file_becomes_recordings_with_the_same_numbers(
-    tmp_path: Path, episodes: list[Sampled], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_becomes_recordings_with_the_same_numbers(tmp_path, episodes: list[Sampled], caplog) -> None:
     read = load_recordings([write_robomimic_file(tmp_path / "lift.hdf5", episodes)])
     assert (read.simulator, read.tasks) == ("Lift", ["lift the cube"] * 3)
     assert read.seeds.tolist() == [0, 10, 20]
@@ -85,9 +81,7 @@ def test_a_file_becomes_recordings_with_the_same_numbers(
     assert "camera agentview_image of agentview_image, robot0_eye_in_hand_image" in caplog.text
 
 
-def test_what_was_seen_after_the_last_action_is_taken_where_it_is_stored(
-    tmp_path: Path, episodes: list[Sampled]
-) -> None:
+def test_what_was_seen_after_the_last_action_is_taken_where_it_is_stored(tmp_path, episodes) -> None:
     path = write_robomimic_file(tmp_path / "lift.hdf5", episodes, next_obs=True)
     out = tmp_path / "data"
     assert recordings_command(["import", str(path), "--out", str(out)]) == 0
@@ -116,9 +110,7 @@ def test_a_stride_keeps_every_third_picture(tmp_path: Path) -> None:
     np.testing.assert_array_equal(frames[:5], episode.pictures[TOP][::3])
 
 
-def test_dense_rewards_are_no_verdicts(
-    tmp_path: Path, episodes: list[Sampled], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_dense_rewards_are_no_verdicts(tmp_path, episodes: list[Sampled], caplog) -> None:
     path = write_robomimic_file(tmp_path / "lift.hdf5", episodes[1:2], sparse=False)
     assert not load_recordings([path]).success.any()
     assert "no episode counts as solved" in caplog.text
@@ -135,9 +127,7 @@ def test_dense_rewards_are_no_verdicts(
         ({"action": "dones", "task": "x", "success": "wins"}, r"has no wins \(--dataset.success\)"),
     ],
 )
-def test_a_key_that_is_not_there_is_refused_with_those_that_are(
-    tmp_path: Path, episodes: list[Sampled], settings: dict[str, object], said: str
-) -> None:
+def test_a_key_that_is_not_there_is_refused_with_those_that_are(tmp_path, episodes, settings, said) -> None:
     path = write_robomimic_file(tmp_path / "lift.hdf5", episodes)
     with pytest.raises(ConfigError, match=said):
         load_recordings([path], DataSetSettings(**settings))  # pyright: ignore
@@ -223,9 +213,7 @@ def test_a_file_that_cannot_be_understood_is_named_at_every_door(
             recordings_command([command, str(folder)])
 
 
-def test_endings_in_capitals_are_read_and_files_below_are_named(
-    tmp_path: Path, episodes: list[Sampled], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_endings_in_capitals_are_read_and_files_below_are_named(tmp_path, episodes, caplog) -> None:
     write_robomimic_file(tmp_path / "in" / "a.hdf5", episodes)
     write_robomimic_file(tmp_path / "in" / "B.HDF5", episodes)
     path = write_robomimic_file(tmp_path / "in" / "c.H5", episodes)
@@ -239,9 +227,7 @@ def test_endings_in_capitals_are_read_and_files_below_are_named(
         load_recordings([tmp_path])
 
 
-def test_numbers_without_a_picture_after_the_last_action_leave_the_last_picture(
-    tmp_path: Path, episodes: list[Sampled]
-) -> None:
+def test_numbers_without_a_picture_after_the_last_action_leave_the_last_picture(tmp_path, episodes) -> None:
     path = write_robomimic_file(tmp_path / "lift.hdf5", episodes, next_obs=True)
     with h5py.File(path, "a") as file:
         for demo in file["data"].values():
@@ -262,9 +248,7 @@ def _lead_away(path: Path, *names: str) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_links_to_other_files_beside_what_is_read_are_not_followed(
-    tmp_path: Path, episodes: list[Sampled]
-) -> None:
+def test_links_to_other_files_beside_what_is_read_are_not_followed(tmp_path, episodes: list[Sampled]) -> None:
     path = write_robomimic_file(tmp_path / "lift.hdf5", episodes)
     _lead_away(path, "data/demo_0/obs/zz", "data/demo_0/zz")
     assert len(load_recordings([path])) == 3
@@ -293,9 +277,7 @@ def test_links_to_other_files_in_the_place_of_what_is_read_are_refused(
         load_recordings([path])
 
 
-def test_without_the_extra_one_line_says_how_to_install_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_extra_one_line_says_how_to_install_it(tmp_path, monkeypatch) -> None:
     (tmp_path / "towel" / "meta").mkdir(parents=True)
     (tmp_path / "towel" / "meta" / "info.json").write_text("{}")
     monkeypatch.setattr("asyncrl.fitting.lerobot.find_spec", lambda name: None)

@@ -1,7 +1,5 @@
 """The script of docs/tutorial.md: its simulator judges its own task, its folder is read back."""
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from pathlib import Path

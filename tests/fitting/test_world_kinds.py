@@ -1,7 +1,5 @@
 """Every kind of world is fitted, refined, redrawn with and refused through one interface."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re
@@ -86,9 +84,7 @@ def test_every_built_in_world_can_be_fitted_and_has_what_fitting_needs() -> None
 
 @pytest.mark.render
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fitted_world_is_recognised_checked_loaded_and_imagines(
-    kind: str, table: Path, fitted: dict[str, Path]
-) -> None:
+def test_a_fitted_world_is_recognised_checked_loaded_and_imagines(kind, table, fitted) -> None:
     folder = fitted[kind]
     assert world_kind(folder) == kind
     world_class: Any = registry.resolve("world", kind)
@@ -136,9 +132,7 @@ def test_a_refined_world_keeps_its_autoencoder_and_what_it_was_normalised_by(
 
 
 @pytest.mark.render
-def test_an_autoencoder_is_taken_over_and_draws_the_same_latents(
-    fitted: dict[str, Path], table: Path, tmp_path: Path
-) -> None:
+def test_an_autoencoder_is_taken_over_and_draws_the_same_latents(fitted, table, tmp_path) -> None:
     out = ["--autoencoder", str(fitted["opensora"]), "--out", str(tmp_path / "out")]
     assert fit(["world", "--kind", "evac", "--data", str(table), *out, *STEPS]) == 0
     recordings = load_recordings([table])
@@ -160,14 +154,7 @@ def test_an_autoencoder_is_taken_over_and_draws_the_same_latents(
     ],
 )
 def test_an_autoencoder_that_does_not_fit_is_refused(
-    kind: str,
-    source: str,
-    flags: list[str],
-    said: str,
-    fitted: dict[str, Path],
-    table: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    kind, source, flags, said, fitted, table, tmp_path, capsys
 ) -> None:
     call = ["world", "--kind", kind, "--data", str(table), "--out", str(tmp_path / "out")]
     flags = [*call, "--autoencoder", str(fitted[source]), *flags, *STEPS]
@@ -177,9 +164,7 @@ def test_an_autoencoder_that_does_not_fit_is_refused(
 
 @pytest.mark.render
 @pytest.mark.parametrize("kind", FRAME_BY_FRAME)
-def test_rewards_and_policies_are_fitted_on_frames_that_any_kind_redraws(
-    kind: str, fitted: dict[str, Path], tmp_path: Path
-) -> None:
+def test_rewards_and_policies_are_fitted_on_frames_that_any_kind_redraws(kind, fitted, tmp_path) -> None:
     write_recorded(tmp_path / "data", recorded_spec(32), (17, 17))
     data = ["--data", str(tmp_path / "data"), "--world", str(fitted[kind])]
     steps = ["--steps", "2", "--batch", "4", "--device", "cpu"]
@@ -236,14 +221,7 @@ def test_a_frame_by_frame_autoencoder_learns_the_table(table: Path) -> None:
     ],
 )
 def test_what_cannot_be_fitted_is_named_and_nothing_is_written(
-    kind: str,
-    image_size: int,
-    poses: bool,
-    simulator: str,
-    flags: list[str],
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    kind, image_size, poses, simulator, flags, said, tmp_path, capsys
 ) -> None:
     spec = recorded_spec(image_size, simulator=simulator, poses=poses)
     write_recorded(tmp_path / "data", spec, (17, 17))
@@ -255,9 +233,7 @@ def test_what_cannot_be_fitted_is_named_and_nothing_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_recordings_without_a_decision_are_refused_before_any_fit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recordings_without_a_decision_are_refused_before_any_fit(tmp_path, capsys) -> None:
     write_recorded(tmp_path / "data", recorded_spec(32), (8, 3))
     for kind in KINDS:
         call = ["world", "--kind", kind, "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")]
@@ -275,9 +251,7 @@ def test_a_tiny_decoder_is_refused_where_frames_are_decoded_one_by_one(
 
 
 @pytest.mark.render
-def test_what_a_refined_world_cannot_change_is_refused(
-    fitted: dict[str, Path], table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_refined_world_cannot_change_is_refused(fitted, table, tmp_path, capsys) -> None:
     call = ["world", "--data", str(table), "--refine", str(fitted["opensora"]), "--out", str(tmp_path / "o")]
     assert "--context-sigma 0.3 means nothing" in refused(capsys, "fit", [*call, "--context-sigma", "0.3"])
     write_recorded(tmp_path / "data", recorded_spec(32), (17,))

@@ -158,9 +158,7 @@ def test_a_resume_goes_on_in_spite_of(name: str, original: Path, tmp_path: Path)
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_resume_is_refused_in_a_sentence_because_of(
-    name: str, original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resume_is_refused_in_a_sentence_because_of(name: str, original: Path, tmp_path, capsys) -> None:
     code, _ = resumed(name, original, tmp_path)
     assert code in (1, 2)
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
@@ -173,12 +171,7 @@ def test_a_resume_is_refused_in_a_sentence_because_of(
 )
 @pytest.mark.parametrize("damage", [folder, pipe, partial(file, content=b'{"attempt": true}')])
 def test_damaged_files_of_state_are_found_before_models_are_loaded(
-    place: str,
-    damage: Callable[[str], Damage],
-    original: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    place, damage, original, tmp_path, capsys, monkeypatch
 ) -> None:
     run, flags = shutil.copytree(original, tmp_path / "run"), ["--resume", "--updates", "4"]
     damage(place)(run, tmp_path)

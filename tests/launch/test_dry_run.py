@@ -20,9 +20,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_it_prints_settings_that_give_themselves_back_and_writes_nothing(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_prints_settings_that_give_themselves_back_and_writes_nothing(flags, tmp_path, capsys) -> None:
     (tmp_path / "mine.toml").write_text("seed = 7\n[replay]\nmax_lag = 1\n")
     assert cli.run("train", [*flags, "--dry-run", "--updates", "3", "mine.toml"]) == 0
     said = capsys.readouterr()
@@ -59,9 +57,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("wrong", REFUSED)
-def test_what_the_run_would_refuse_is_refused_in_its_words(
-    wrong: str, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_run_would_refuse_is_refused_in_its_words(wrong, flags, tmp_path, capsys) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     before = contents(tmp_path)
@@ -84,9 +80,7 @@ def test_all_that_is_missing_is_named_in_one_go(capsys: pytest.CaptureFixture[st
     assert len([line for line in said.err.splitlines() if "warning" not in line]) == 5, "each is named once"
 
 
-def test_settings_without_effect_are_named_beside_the_settings(
-    flags: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_without_effect_are_named_beside_the_settings(flags: list[str], capsys) -> None:
     idle = {"--algorithm.clip-high": "0.7", "--evaluation.episodes": "8", "--lora.alpha": "4"}
     more = [word for flag in idle.items() for word in flag]
     assert cli.run("train", [*flags, "--dry-run", *more]) == 0
@@ -96,9 +90,7 @@ def test_settings_without_effect_are_named_beside_the_settings(
     assert "has no effect" not in said.out
 
 
-def test_a_run_that_goes_on_is_checked_and_left_as_it_is(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_goes_on_is_checked_and_left_as_it_is(flags: list[str], tmp_path, capsys) -> None:
     assert cli.run("train", [*flags, "--inline", "--updates", "1", "--run-dir", "run"]) == 0
     capsys.readouterr()
 
@@ -117,9 +109,7 @@ def test_a_run_that_goes_on_is_checked_and_left_as_it_is(
     assert "were written" in capsys.readouterr().err
 
 
-def test_of_several_ranks_the_first_one_checks(
-    flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_several_ranks_the_first_one_checks(flags: list[str], monkeypatch, capsys) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     assert cli.run("train", [*flags, "--dry-run"]) == 0

@@ -40,9 +40,7 @@ def actor_of(run: Path) -> int:
 
 
 @pytest.mark.timeout(60)
-def test_a_filter_that_leaves_nothing_ends_the_run_well(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_filter_that_leaves_nothing_ends_the_run_well(flags, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("asyncrl.replay.buffer.MAX_FILTERED_BATCHES", 3)
     run = tmp_path / "run"
     more = ["--inline", "--updates", "5", "--run-dir", str(run), "--actor.success-threshold", "1.0"]
@@ -56,9 +54,7 @@ def test_a_filter_that_leaves_nothing_ends_the_run_well(
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(120)
-def test_an_actor_that_dies_too_often_ends_the_run_with_what_was_learned(
-    flags: list[str], tmp_path: Path, fragile: Path
-) -> None:
+def test_an_actor_that_dies_too_often_ends_the_run_with_what_was_learned(flags, tmp_path, fragile) -> None:
     run = tmp_path / "run"
     with Program(
         tmp_path, "said", [sys.executable, str(fragile), *flags, *FRAGILE, "--run-dir", str(run)]

@@ -91,9 +91,7 @@ def facts(name: str, **changes: object) -> HostFacts:
         ({"settings": {"updates": "x"}}, "^b was started with another --updates than a.*same arguments"),
     ],
 )
-def test_hosts_that_disagree_are_refused_with_the_host_and_what_to_do(
-    changes: dict[str, object], message: str
-) -> None:
+def test_hosts_that_disagree_are_refused_with_the_host_and_what_to_do(changes, message) -> None:
     same = facts("a", settings={"updates": "y"})
     check_agree([same, replace(same, name="b")])
     with pytest.raises(ConfigError, match=message):
@@ -260,9 +258,7 @@ def test_every_rank_gets_the_sentence_that_says_why_the_hosts_cannot_work_togeth
     assert "was started with another --updates than" in said
 
 
-def test_a_port_that_another_host_cannot_reach_is_named_with_the_flag(
-    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_port_that_another_host_cannot_reach_is_named_with_the_flag(meeting: Meeting, monkeypatch) -> None:
     connect = socket.create_connection
 
     def no_route(address: tuple[str, int], timeout: float) -> socket.socket:

@@ -90,9 +90,7 @@ def test_a_run_is_monitored_from_its_first_moment(living: Living) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(200)
-def test_a_run_that_is_alive_is_left_alone(
-    living: Living, flags: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_is_alive_is_left_alone(living: Living, flags: list[str], capsys) -> None:
     run, runs, endpoint = living.run, living.run.parent, living.endpoint
     reach(run, 2, living.process, PATIENCE)
     before = {name: (run / name).read_bytes() for name in CONTENTS}
@@ -125,9 +123,7 @@ def test_a_run_that_is_alive_is_left_alone(
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(200)
-def test_an_actor_that_is_killed_comes_back_ctrl_c_leaves_a_checkpoint_and_resume_goes_on(
-    living: Living,
-) -> None:
+def test_an_actor_that_is_killed_comes_back_ctrl_c_leaves_a_checkpoint_and_resume_goes_on(living) -> None:
     run, process = living.run, living.process
     reach(run, 1, process, PATIENCE)
     (actor,) = (one for one in process_status.read(run) if one.role == "actor-0" and one.alive)
@@ -178,9 +174,7 @@ def test_a_note_of_sockets_that_names_another_folder_deletes_nothing(tmp_path: P
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(400)
-def test_an_actor_that_outlives_a_killed_learner_joins_the_resumed_run(
-    flags: list[str], tmp_path: Path
-) -> None:
+def test_an_actor_that_outlives_a_killed_learner_joins_the_resumed_run(flags: list[str], tmp_path) -> None:
     run, endpoint = tmp_path / "run", f"tcp://127.0.0.1:{free_port()}"
     alone = ["--placement", "learner=0", "--replay.listen", endpoint, "--run-dir", str(run)]
     programs = [

@@ -71,9 +71,7 @@ def test_a_measured_version_has_its_rate_interval_simulator_and_temperature(tmp_
 
 
 @pytest.mark.parametrize("versions", [(), (0, 20, 30, 60, 80)])
-def test_of_a_version_that_was_not_measured_no_rate_is_there(
-    tmp_path: Path, versions: tuple[int, ...]
-) -> None:
+def test_of_a_version_that_was_not_measured_no_rate_is_there(tmp_path, versions: tuple[int, ...]) -> None:
     told = section(card_of(make_run(tmp_path, *(measured(version, 20) for version in versions))), TRUE)
     assert "This version was not measured." in told
     assert re.findall(r"^\| (\S+) \| \d", told, re.MULTILINE) == [str(version) for version in versions]

@@ -41,9 +41,7 @@ def used(ledger: Path) -> list[int]:
     return [number for entry in entries for number in entry.get("used", [])]
 
 
-def test_a_flipped_bit_ends_a_resume_with_the_file_and_the_remedy(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_flipped_bit_ends_a_resume_with_the_file_and_the_remedy(run: Path, capsys) -> None:
     folder = run / "checkpoints" / "update_000002"
     (state,) = folder.glob("state/*.safetensors")
     changed = bytearray(state.read_bytes())
@@ -58,9 +56,7 @@ def test_a_flipped_bit_ends_a_resume_with_the_file_and_the_remedy(
     assert rows(run)[-1]["step"] == 3
 
 
-def test_a_deleted_ledger_ends_a_resume_with_the_file_and_the_remedy(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_deleted_ledger_ends_a_resume_with_the_file_and_the_remedy(run: Path, capsys) -> None:
     (run / "replay" / "ledger.log").unlink()
     assert resume(run, *INLINE) == 2
     said = capsys.readouterr().err
@@ -69,9 +65,7 @@ def test_a_deleted_ledger_ends_a_resume_with_the_file_and_the_remedy(
 
 
 @pytest.mark.parametrize("kind", [INLINE, PROCESSES], ids=["inline", "processes"])
-def test_a_foreign_group_ends_neither_the_learner_nor_a_resume(
-    run: Path, kind: list[str], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_foreign_group_ends_neither_the_learner_nor_a_resume(run: Path, kind: list[str], capfd) -> None:
     number = min(
         {int(path.stem[6:]) for path in (run / "replay").glob("group-*.h5")}
         - set(used(run / "replay" / "ledger.log"))

@@ -117,9 +117,7 @@ def test_tasks_of_a_simulator_with_stored_starts_take_turns() -> None:
         (["--simulator.image-size", "7"], r"16 to 512 pixels"),
     ],
 )
-def test_what_means_nothing_for_a_simulator_is_refused_with_the_flag(
-    flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_means_nothing_for_a_simulator_is_refused_with_the_flag(flags, said, tmp_path, capsys) -> None:
     run = tmp_path / "run"
     assert exit_code([*SMALL, "--inline", "--run-dir", str(run), *flags]) == 2
     text = " ".join(re.sub(r"[│╭╮╰╯─]", " ", "".join(capsys.readouterr())).split())
@@ -189,9 +187,7 @@ PPO = ["--algorithm.kind", "ppo", "--critic.warmup-updates", "0"]
 
 
 @needs_opengl
-def test_a_run_in_a_simulator_trains_and_repeats_itself(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_in_a_simulator_trains_and_repeats_itself(tmp_path, capsys) -> None:
     weights = []
     for run, more in ((tmp_path / "ppo", PPO), (tmp_path / "one", []), (tmp_path / "other", [])):
         assert (

@@ -84,9 +84,7 @@ def test_a_script_of_bash_that_sigterm_ends_says_its_own_last_lines(flags, tmp_p
     assert left_over(tmp_path) == []
 
 
-def test_wrong_settings_are_not_started_again_and_the_last_wait_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_settings_are_not_started_again_and_the_last_wait_is_named(monkeypatch, capsys) -> None:
     results = [SimpleNamespace(failures={0: SimpleNamespace(exitcode=code)}) for code in (1, 2)]
     monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda self, group: group)
     monkeypatch.setattr(LocalElasticAgent, "_exit_barrier", lambda self: None)

@@ -1,7 +1,5 @@
 """Whole runs on GPUs: one shared by learner and actor, and learners and actors with one each."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -33,9 +31,7 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ],
     ids=["shared", "shared-ppo-lora-bf16", "nccl", "four-bf16"],
 )
-def test_a_run_on_gpus_trains_saves_and_goes_on(
-    flags: list[str], tmp_path: Path, ranks: int, more: list[str]
-) -> None:
+def test_a_run_on_gpus_trains_saves_and_goes_on(flags, tmp_path, ranks, more) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs, found {torch.cuda.device_count()}")
     start = [*TORCHRUN, "--nproc-per-node", str(ranks), str(ROOT / "torchrun_scripts" / "train.sh")]

@@ -22,9 +22,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 
 @pytest.mark.timeout(240)
-def test_two_learners_train_stop_in_order_and_go_on_also_alone_in_bf16(
-    flags: list[str], tmp_path: Path
-) -> None:
+def test_two_learners_train_stop_in_order_and_go_on_also_alone_in_bf16(flags: list[str], tmp_path) -> None:
     run = tmp_path / "run"
     endless = [*START, *flags, *TWO, "--updates", "100000", "--run-dir", str(run)]
     with Program(tmp_path, "said", endless) as program:

@@ -1,7 +1,5 @@
 """Metrics over micro-batches and ranks: exact means whatever the cuts, maxima, moments."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

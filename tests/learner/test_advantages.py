@@ -1,7 +1,5 @@
 """Advantages: literal numbers, the slow formulas, and episodes and groups that stay apart."""
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 
@@ -10,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings
@@ -57,9 +54,7 @@ def test_group_advantages_match_the_definition(group_size: int, spread: str) -> 
 
 @pytest.mark.parametrize("spread", ["group_std", "batch_std", "none"])
 @given(score=st.floats(-10, 10, width=32), group_size=st.integers(2, 9))
-def test_a_group_that_scored_all_the_same_gets_exactly_zero(
-    spread: str, score: float, group_size: int
-) -> None:
+def test_a_group_that_scored_all_the_same_gets_exactly_zero(spread, score, group_size) -> None:
     returns = torch.cat([torch.full((group_size,), score), torch.arange(group_size).float()])
     advantages = group_relative_advantages(returns, group_size, scale=spread)  # pyright: ignore
     assert advantages[:group_size].tolist() == [0.0] * group_size
@@ -76,9 +71,7 @@ SHUFFLED = {
 
 @pytest.mark.parametrize("rewards", SHUFFLED.values(), ids=SHUFFLED)
 @pytest.mark.parametrize("spread", ["group_std", "batch_std"])
-def test_equal_rewards_in_another_order_are_equal_returns_everywhere(
-    rewards: NDArray[np.float64], spread: str
-) -> None:
+def test_equal_rewards_in_another_order_are_equal_returns_everywhere(rewards, spread) -> None:
     rng, shape = np.random.default_rng(0), (len(rewards) // 8, 8)
 
     def group(more: float) -> list[Episode]:

@@ -1,7 +1,5 @@
 """From groups of episodes to a batch: every number by hand, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Importance weights: literal numbers, and expectations summed over every token of a small alphabet."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

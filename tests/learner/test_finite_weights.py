@@ -1,7 +1,5 @@
 """Which weights are not finite: all are looked at together, and named one by one where any is not."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A sharded policy computes what a whole one does, and its ranks exchange what they must."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from contextlib import suppress

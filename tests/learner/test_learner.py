@@ -1,7 +1,5 @@
 """The learner's loop among in-memory ports: its order, what it waits for, how it ends and how it goes on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -232,9 +230,7 @@ def test_an_update_that_fails_before_its_first_step_leaves_the_version_before(tm
     assert torch.equal(weights_in(tmp_path / "checkpoints" / "update_000002"), weights_after(run, 2))
 
 
-def test_a_checkpoint_that_cannot_be_written_does_not_hide_why_the_run_ended(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_that_cannot_be_written_does_not_hide_why_the_run_ended(tmp_path, caplog) -> None:
     run = Run(tmp_path, updates=9, every=1000)
     run.replay.fails = ReplayError("no start state is left")
     (tmp_path / "checkpoints").write_text("a file where the folder should be")

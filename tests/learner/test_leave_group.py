@@ -1,7 +1,5 @@
 """Ranks end in order although gloo's threads still free what was exchanged last."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Losses per unit: values and gradients by hand, against loops, and against the divergences they estimate."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -34,9 +32,7 @@ def one(value: float, grad: bool = False) -> Tensor:
         (4.0, 2.0, 3.0, -2.56, 0.0, 1),  # the dual clip is for negative advantages only
     ],
 )
-def test_the_clipped_loss_of_one_unit_by_hand(
-    ratio: float, advantage: float, dual: float, loss: float, gradient: float, removed: int
-) -> None:
+def test_the_clipped_loss_of_one_unit_by_hand(ratio, advantage, dual, loss, gradient, removed) -> None:
     log_ratio = one(math.log(ratio), grad=True)
     result = clipped_loss(log_ratio, one(advantage), clip_low=LOW, clip_high=HIGH, dual_clip=dual)
     result.loss.sum().backward()
@@ -50,9 +46,7 @@ def test_the_clipped_loss_of_one_unit_by_hand(
 @pytest.mark.parametrize(
     ("ratio", "advantage", "weight"), [(1.1, 2.0, 1.1), (5.0, 2.0, 1.28), (5.0, -2.0, 1.28), (0.1, 1.0, 0.8)]
 )
-def test_cispo_clips_the_weight_and_keeps_every_gradient(
-    ratio: float, advantage: float, weight: float
-) -> None:
+def test_cispo_clips_the_weight_and_keeps_every_gradient(ratio, advantage, weight) -> None:
     logprob = one(-1.5, grad=True)
     result = cispo_loss(logprob, one(math.log(ratio)), one(advantage), clip_low=LOW, clip_high=HIGH)
     result.loss.sum().backward()
@@ -84,16 +78,7 @@ def test_a_ratio_that_is_not_a_number_is_not_hidden() -> None:
         (1.2, 1.0, 3.0, 0.5, 10.0, 1.62, -1.8, False),  # inside the clip
     ],
 )
-def test_the_value_loss_by_hand(
-    value: float,
-    old: float,
-    target: float,
-    clip: float,
-    huber: float,
-    loss: float,
-    gradient: float,
-    clipped: bool,
-) -> None:
+def test_the_value_loss_by_hand(value, old, target, clip, huber, loss, gradient, clipped) -> None:
     v = torch.tensor([[value]], requires_grad=True)
     losses, cut = value_loss(v, torch.tensor([[old]]), torch.tensor([[target]]), clip=clip, huber=huber)
     losses.sum().backward()

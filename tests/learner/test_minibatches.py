@@ -1,7 +1,5 @@
 """How a batch is cut: every episode once per epoch, every decision once per minibatch, ranks in step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given
@@ -37,9 +35,7 @@ def forward_in(ranks: LearnerRanks, size: int) -> PolicyForward:
 
 
 @given(episodes=st.integers(1, 40), minibatches=st.integers(1, 8), epoch=st.integers(0, 3))
-def test_every_episode_is_used_once_and_sizes_differ_by_one(
-    episodes: int, minibatches: int, epoch: int
-) -> None:
+def test_every_episode_is_used_once_and_sizes_differ_by_one(episodes, minibatches, epoch) -> None:
     dealt = split_minibatches(episodes, minibatches, (7, 3, epoch))
     assert sorted(torch.cat(dealt).tolist()) == list(range(episodes))
     assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
@@ -55,9 +51,7 @@ def test_another_epoch_or_version_is_shared_out_differently() -> None:
 
 
 @given(rows=st.integers(0, 50), size=st.integers(1, 20), others=st.integers(0, 60))
-def test_micro_batches_cover_all_rows_and_keep_up_with_the_other_ranks(
-    rows: int, size: int, others: int
-) -> None:
+def test_micro_batches_cover_all_rows_and_keep_up_with_the_other_ranks(rows, size, others) -> None:
     found = forward_in(OtherRankNeeds(others), size).split(rows)
     own = [part for part in found if part is not None]
     assert [i for part in own for i in range(rows)[part]] == list(range(rows))

@@ -3,8 +3,6 @@
 The slow form evaluates every decision before the first step, whether or not anything reads it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -53,9 +51,7 @@ def updated(config: TrainConfig, batch: Batch) -> tuple[TablePolicy, dict[Metric
 
 
 @pytest.mark.parametrize("changes", SEVERAL, ids=name_of)
-def test_what_teaches_nothing_need_not_be_looked_at_before_the_first_step(
-    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_teaches_nothing_need_not_be_looked_at_before_the_first_step(changes, monkeypatch) -> None:
     config = recipe(algorithm__minibatches=2, algorithm__micro_batch=4, **changes)
     policy, values, gradient = updated(config, stale_batch())
     monkeypatch.setattr(prepare, "_rows_with_advantage", lambda batch, *_: torch.arange(len(batch.tasks)))
@@ -172,9 +168,7 @@ MOVED: list[tuple[dict[str, Any], Callable[[Batch], Tensor]]] = [
 
 
 @pytest.mark.parametrize(("changes", "last"), MOVED, ids=[name_of(changes) for changes, _ in MOVED])
-def test_with_several_steps_it_is_read_in_the_passes_of_the_last_one(
-    changes: dict[str, Any], last: Callable[[Batch], Tensor]
-) -> None:
+def test_with_several_steps_it_is_read_in_the_passes_of_the_last_one(changes, last) -> None:
     config, batch = recipe(algorithm__micro_batch=4, **changes), stale_batch()
     before = Table.of(TablePolicy(rows=8)).logprobs(batch)[0].detach()
     after = Table.of(stopped_before_last_step(config, batch)).logprobs(batch)[0].detach()

@@ -1,7 +1,5 @@
 """Each learner rank fetches its part: together they hold the batch; what fails on one concerns all."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -77,9 +75,7 @@ def serve_groups(folder: Path, endpoint: str) -> tuple[subprocess.Popen[bytes], 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ranks_hold_the_batch_and_rank_0_says_of_it_what_one_rank_would(
-    ranks: int, tmp_path: Path, endpoint: str
-) -> None:
+def test_ranks_hold_the_batch_and_rank_0_says_of_it_what_one_rank_would(ranks, tmp_path, endpoint) -> None:
     server, actor = serve_groups(tmp_path, endpoint)
     try:
         parts = run_ranks(fetched, endpoint, ranks=ranks)

@@ -4,8 +4,6 @@ Compiled, all are padded alike and all passes have one size: still the same upda
 The slow form evaluates every decision alone, where nothing is ever padded.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partialmethod
 from typing import Any
@@ -167,9 +165,7 @@ def few_decisions(algorithm: dict[str, int]) -> TrainConfig:
         ({"micro_batch": 9, "groups_per_update": 3000}, (9, 9)),
     ],
 )
-def test_passes_have_one_size_and_the_small_pass_another_if_less_than_half(
-    changes: dict[str, int], sizes: tuple[int, int]
-) -> None:
+def test_passes_have_one_size_and_the_small_pass_another_if_less_than_half(changes, sizes) -> None:
     settings = {"group_size": 2, "groups_per_update": 3, **changes}
     update = build_update(few_decisions(settings), new_policy(OpenVLAOFTConfig.tiny()))
     update.fix_sizes()

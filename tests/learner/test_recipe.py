@@ -1,7 +1,5 @@
 """Corrections, advantages and objectives of the user's: they train as they say, or are refused plainly."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -193,9 +191,7 @@ def test_an_advantage_and_an_objective_of_the_users_train_as_by_hand() -> None:
         ({"correction__kind": "Absent"}, r"test_recipe' has no attribute 'Absent'"),
     ],
 )
-def test_a_class_that_cannot_be_used_is_refused_before_anything_starts(
-    changes: dict[str, Any], says: str
-) -> None:
+def test_a_class_that_cannot_be_used_is_refused_before_anything_starts(changes, says) -> None:
     named = {
         k: OWN + v if k.endswith(("kind", "advantage")) and v != "ppo" else v for k, v in changes.items()
     }
@@ -217,9 +213,7 @@ def test_a_class_that_cannot_be_used_is_refused_before_anything_starts(
         ({"algorithm__objective": "WrongLoss"}, r"method loss returned float32\[\] with gradient, expected"),
     ],
 )
-def test_what_a_class_gets_wrong_is_said_with_class_method_and_shapes(
-    changes: dict[str, Any], says: str
-) -> None:
+def test_what_a_class_gets_wrong_is_said_with_class_method_and_shapes(changes, says) -> None:
     named = {k: OWN + v if isinstance(v, str) else v for k, v in changes.items()}
     with pytest.raises(ConfigError, match=says):
         build_update(recipe(**{"algorithm__micro_batch": 1000, **named}), TablePolicy(rows=8))(a_batch())

@@ -1,7 +1,5 @@
 """The reference stays the policy of the start while the trained one moves."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Layers that round their own weights compute, bit for bit, what FSDP computes when it rounds them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

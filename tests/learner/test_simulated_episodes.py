@@ -1,7 +1,5 @@
 """What is learned from episodes of a simulator: dense rewards, three ends, and the last observation."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

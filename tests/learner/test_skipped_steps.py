@@ -1,7 +1,5 @@
 """A step whose gradient is not finite changes nothing, whether the host or the device finds that out."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

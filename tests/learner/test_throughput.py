@@ -1,7 +1,5 @@
 """Decisions per second and MFU against FLOPs counted by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -127,9 +125,7 @@ def test_tf32_is_no_known_peak(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"kind": "ppo"}, 11),
     ],
 )
-def test_the_decisions_that_count_are_those_with_a_gradient(
-    changes: dict[str, Any], decisions: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_decisions_that_count_are_those_with_a_gradient(changes, decisions, monkeypatch) -> None:
     counted: list[int] = []
 
     def counting(recipe: Any, now: Any, micro: Any, *others: Any, **more: Any) -> Any:

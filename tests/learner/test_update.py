@@ -1,7 +1,5 @@
 """One update: gradients and steps against `slow_update`, invariances, the guard, and what is reported."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any
@@ -360,9 +358,7 @@ def test_readings_by_lag_add_up_to_those_of_all() -> None:
 
 @pytest.mark.parametrize("episodes", [(3, 2, 4), (0, 5, 1), (1, 1, 1), (4, 4, 1)])
 @pytest.mark.parametrize("minibatches", [2, 3])
-def test_minibatches_of_all_ranks_together_differ_by_one_episode_at_most(
-    episodes: tuple[int, ...], minibatches: int
-) -> None:
+def test_minibatches_of_all_ranks_together_differ_by_one_episode_at_most(episodes, minibatches) -> None:
     sizes = [0] * minibatches
     for rank, own in enumerate(episodes):
         shares = split_minibatches(own, minibatches, (0, rank), before=sum(episodes[:rank]))

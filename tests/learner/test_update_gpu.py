@@ -1,7 +1,5 @@
 """On a GPU: what an update waits for."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """The real update on two sharded ranks (FSDP2, gloo) equals the one on one rank: gradients and metrics."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -85,9 +83,7 @@ def test_two_ranks_make_the_update_of_one(name: str, fixed: bool) -> None:
     ],
     ids=["ppo", "steps"],
 )
-def test_several_steps_keep_two_ranks_in_step_also_where_one_learns_nothing(
-    name: str, metrics: tuple[Metric, ...]
-) -> None:
+def test_several_steps_keep_two_ranks_in_step_also_where_one_learns_nothing(name, metrics) -> None:
     # Minibatches are dealt per rank, so only what no dealing changes is compared with one rank.
     _, alone = updated(name, LearnerRanks(), slice(None))
     (gradients, values), (_, others) = run_ranks(on_ranks, name)

@@ -1,7 +1,5 @@
 """Sharded weights come together in rank 0's packed buffer exactly as whole ones are cast into it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,7 @@
 """Keys: private files that are never overwritten, and a replay that admits listed clients only."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -92,9 +92,7 @@ def test_a_client_name_is_no_path(tmp_path: Path, name: str) -> None:
         create_keys(tmp_path / "k", [name])
 
 
-def test_the_command_makes_keys_and_says_what_to_copy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_makes_keys_and_says_what_to_copy(tmp_path, capsys) -> None:
     assert cli.run("keys", [str(tmp_path / "k"), "--clients", "learner", "actor-0", "actor-1"]) == 0
     out = capsys.readouterr().out
     assert "4 key pairs made" in out
@@ -122,9 +120,7 @@ def config(**settings: str) -> TrainConfig:
     return replace(CONFIG, replay=ReplaySettings(**settings))  # type: ignore[arg-type]
 
 
-def test_a_run_that_would_listen_openly_is_refused_before_it_starts(
-    tmp_path: Path, keys: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_would_listen_openly_is_refused_before_it_starts(tmp_path, keys: Path, capsys) -> None:
     arguments = ["--replay.listen", "tcp://0.0.0.0:5555", "--run-dir", str(tmp_path / "run")]
     assert cli.run("train", arguments) == 2
     assert "allow-list" in capsys.readouterr().err
@@ -177,9 +173,7 @@ def admitted(endpoint: str, keys: Path, name: str) -> bool:
         learner.close()
 
 
-def test_a_key_that_is_added_or_taken_away_counts_for_the_next_connection(
-    tmp_path: Path, keys: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_key_that_is_added_or_taken_away_counts_for_the_next_connection(tmp_path, keys, caplog) -> None:
     caplog.set_level("WARNING", "asyncrl.messaging.keys")
     late, gone = tmp_path / "late", keys / "clients" / "actor-0.public"
     create_keys(late, ["actor-7"])
@@ -229,9 +223,7 @@ def wrong_server(keys: Path) -> ClientKeys:
     ],
     ids=["unknown key", "no keys", "wrong server key", "replay without keys"],
 )
-def test_who_is_not_admitted_is_told_before_the_deadline(
-    tmp_path: Path, keys: Path, security: Callable[[Path], ClientKeys | None], secured: bool, why: str
-) -> None:
+def test_who_is_not_admitted_is_told_before_the_deadline(tmp_path, keys, security, secured, why) -> None:
     with served(tmp_path, keys if secured else None) as endpoint:
         actor = ZmqActorPort(endpoint, "actor-0", security=security(keys))
         with pytest.raises(ReplayError, match=why):

@@ -61,9 +61,7 @@ def test_a_replay_of_another_package_version_is_refused_by_the_client(endpoint: 
     context.destroy(linger=0)
 
 
-def test_another_schema_version_is_named_on_both_sides(
-    tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_schema_version_is_named_on_both_sides(tmp_path, endpoint: str, monkeypatch) -> None:
     with Served(tmp_path, endpoint):
         actor = ZmqActorPort(endpoint, "actor-0")
         actor._link.send_frames(

@@ -12,7 +12,6 @@ from asyncrl.episode_layout import episode_arrays
 from asyncrl.errors import ConfigError, WireError
 from asyncrl.messaging import sockets
 from asyncrl.messaging.wire import KINDS, MAX_FRAMES, WITH_EPISODE, decode, encode
-from asyncrl.records import EndReason
 from support.episodes import SAMPLES, assert_same, make_episode, pack, simulated, unpack, with_chain
 
 
@@ -218,9 +217,7 @@ def test_only_loopback_needs_no_encryption() -> None:
 
 @pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("end", ["success", "terminated", "truncated"])
-def test_an_episode_of_a_simulator_arrives_exactly_under_the_third_schema_version(
-    end: EndReason, views: bool
-) -> None:
+def test_an_episode_of_a_simulator_arrives_exactly_under_the_third_schema_version(end, views) -> None:
     for sent in (
         simulated(make_episode(5, 1, video=True), end=end),
         simulated(with_chain(make_episode(5, 1)), steps=6, end=end, cameras=1),

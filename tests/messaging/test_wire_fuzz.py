@@ -322,9 +322,7 @@ def test_a_damaged_replay_json_is_refused_or_unchanged(tmp_path: Path) -> None:
     assert refused > 400
 
 
-def test_hdf5_never_sees_a_file_whose_structure_is_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hdf5_never_sees_a_file_whose_structure_is_damaged(tmp_path, monkeypatch) -> None:
     """Libhdf5 itself may crash on one, so no exception handler would help."""
     whole, path = valid_files(tmp_path)["group"][0], tmp_path / "damaged.h5"
     path.write_bytes(whole)

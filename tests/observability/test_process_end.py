@@ -51,9 +51,7 @@ def test_a_call_that_returns_while_the_process_ends_changes_nothing(tmp_path: Pa
     assert done.stdout == "a look was given up: nobody is there."
 
 
-def test_console_lines_the_log_and_a_failure_are_kept_with_times(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_console_lines_the_log_and_a_failure_are_kept_with_times(tmp_path, capsys) -> None:
     path = tmp_path / "logs" / "learner-0.log"
 
     def fail() -> None:

@@ -60,9 +60,7 @@ def child(tmp_path: Path, request: pytest.FixtureRequest):
     process.stdout.close()
 
 
-def test_every_thread_says_what_it_does_and_since_when_also_the_dead(
-    child: subprocess.Popen[str], tmp_path: Path
-) -> None:
+def test_every_thread_says_what_it_does_and_since_when_also_the_dead(child, tmp_path) -> None:
     (process,) = process_status.read(tmp_path)
     assert (process.role, process.pid, process.alive) == ("actor-1", child.pid, True)
     said = {activity.thread: activity for activity in process.activities}
@@ -79,9 +77,7 @@ def test_every_thread_says_what_it_does_and_since_when_also_the_dead(
 
 
 @pytest.mark.parametrize("child", [0.5], indirect=True)
-def test_a_hanging_child_is_ended_and_its_stacks_are_kept(
-    child: subprocess.Popen[str], tmp_path: Path
-) -> None:
+def test_a_hanging_child_is_ended_and_its_stacks_are_kept(child: subprocess.Popen[str], tmp_path) -> None:
     said: list[str] = []
     watch = Watchdog(tmp_path, said.append)
     assert child.wait(15) == -signal.SIGKILL
@@ -117,9 +113,7 @@ def test_activities_nest_and_damaged_files_are_left_out(tmp_path: Path) -> None:
     assert process.activities == ()
 
 
-def test_progress_renews_the_deadline_but_not_the_beginning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_renews_the_deadline_but_not_the_beginning(tmp_path, monkeypatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(process_status.time, "monotonic", lambda: clock[0])
     process_status.publish_as(tmp_path, "learner-0")
@@ -134,9 +128,7 @@ def test_progress_renews_the_deadline_but_not_the_beginning(
     process_status.progress()  # Nothing is under way.
 
 
-def test_waits_are_counted_also_from_before_the_process_joined(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waits_are_counted_also_from_before_the_process_joined(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(process_status, "_own_file", None)
     with waits.waiting(waits.MEETING, 10.0):
         time.sleep(0.05)
@@ -158,9 +150,7 @@ def test_waits_are_counted_also_from_before_the_process_joined(
     assert found[waits.PART.metric] == 0
 
 
-def test_status_shows_every_thread_and_asks_for_stacks(
-    child: subprocess.Popen[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_shows_every_thread_and_asks_for_stacks(child, tmp_path, capsys) -> None:
     assert cli.run("status", [str(tmp_path), "--stacks"]) == 0
     said = capsys.readouterr().out
     assert f"{child.pid}  alive" in said

@@ -18,9 +18,7 @@ from asyncrl.storage.run_folder import State
 from support.run_folders import kill_owner, row, write_run
 
 
-def test_the_exit_code_says_what_became_of_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_exit_code_says_what_became_of_the_run(tmp_path, capsys) -> None:
     write_run(tmp_path / "finished")
     write_run(tmp_path / "stopped", made=3)
     kill_owner(write_run(tmp_path / "dead", made=3))
@@ -36,9 +34,7 @@ def test_the_exit_code_says_what_became_of_the_run(
     assert cli.run("status", [str(tmp_path)]) == 2
 
 
-def test_watch_of_a_run_that_has_ended_returns_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_watch_of_a_run_that_has_ended_returns_at_once(tmp_path, capsys) -> None:
     assert cli.run("status", [str(write_run(tmp_path / "a")), "--watch"]) == 0
     assert cli.run("status", [str(write_run(tmp_path / "b", made=1)), "--watch"]) == 4
     said = capsys.readouterr().out.split("\n\n")

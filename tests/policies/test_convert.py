@@ -50,9 +50,7 @@ def in_and_out(source: Path, tmp_path: Path, **settings: object) -> Path:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shard_bytes", [100_000, 5_000_000_000])
-def test_a_published_checkpoint_comes_back_bit_for_bit(
-    tmp_path: Path, dtype: torch.dtype, shard_bytes: int
-) -> None:
+def test_a_published_checkpoint_comes_back_bit_for_bit(tmp_path, dtype, shard_bytes) -> None:
     tensors = {name: tensor.to(dtype) for name, tensor in published_tensors().items()}
     tensors[f"{DINO}cls_token"][0, 0, :3] = torch.tensor([-0.0, 0.0, 1.0])
     own = {"auto_map": {"AutoConfig": "x.py"}, "timm_model_ids": ["a", "b"]}
@@ -201,9 +199,7 @@ def write_old(folder: Path, policy: OpenVLAOFTPolicy) -> Path:
     return folder
 
 
-def test_the_command_that_load_policy_names_converts_a_folder_of_asyncrl_0_1(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_that_load_policy_names_converts_a_folder_of_asyncrl_0_1(tmp_path, capsys) -> None:
     policy = some_policy(OpenVLAOFTConfig.from_json(CONFIG.to_json() | {"value_head": "action"}))
     source = write_old(tmp_path / "a folder", policy)
     with pytest.raises(CheckpointError, match="asyncrl convert") as refused:
@@ -256,9 +252,7 @@ def test_a_saved_policy_keeps_the_class_tokens_position_bit_for_bit(tmp_path: Pa
     torch.testing.assert_close(logits_of(load_policy(tmp_path / "export")), logits_of(policy))
 
 
-def test_what_cannot_work_is_answered_with_code_two(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_work_is_answered_with_code_two(tmp_path, capsys) -> None:
     source = write_published(tmp_path / "in", published_tensors(), config=CONFIG)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("x")
@@ -455,9 +449,7 @@ NOT_DISCRETE = ("action_head", "noisy_action_projector", "vision_backbone")
         ({}, ("proprio_projector--1", "proprio_projector--2"), "2 proprioception projectors"),
     ],
 )
-def test_a_folder_that_is_no_policy_of_tokens_is_refused(
-    tmp_path: Path, more: dict[str, Tensor], files: tuple[str, ...], said: str
-) -> None:
+def test_a_folder_that_is_no_policy_of_tokens_is_refused(tmp_path, more, files, said) -> None:
     source = write_published(tmp_path / "in", published_tensors() | more, config=CONFIG)
     for name in files:
         torch.save({"module.fc1.weight": torch.zeros(1)}, source / f"{name}_checkpoint.pt")
@@ -498,9 +490,7 @@ def with_proprio_statistics(folder: Path) -> Path:
     return source
 
 
-def test_proprioception_and_the_official_conventions_come_in_and_go_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_proprioception_and_the_official_conventions_come_in_and_go_out(tmp_path, capsys) -> None:
     source = with_proprio_statistics(tmp_path / "in")
     projector = write_proprio(source)
     flags = ("--policy-settings", "convention=oft", "images=2", "gripper=maniskill")

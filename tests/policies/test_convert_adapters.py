@@ -161,9 +161,7 @@ def test_weights_beside_adapters_are_refused(tmp_path: Path) -> None:
         ("projector.fc2.lora_A.weight", (4, 5), r"adapter of projector\.fc2 with shapes \[4, 5\]"),
     ],
 )
-def test_adapter_tensors_that_do_not_fit_are_named(
-    tmp_path: Path, name: str, shape: tuple[int, ...], said: str
-) -> None:
+def test_adapter_tensors_that_do_not_fit_are_named(tmp_path, name, shape, said) -> None:
     tensors = published_tensors()
     published_adapter(tmp_path / "adapter", tensors)
     file = tmp_path / "adapter" / "adapter_model.safetensors"
@@ -214,9 +212,7 @@ def test_peft_puts_our_exported_adapters_on_the_published_model(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("through_link", [False, True], ids=["plain", "link"])
-def test_an_adapter_inside_a_merged_checkpoint_is_not_merged_again(
-    tmp_path: Path, through_link: bool
-) -> None:
+def test_an_adapter_inside_a_merged_checkpoint_is_not_merged_again(tmp_path, through_link: bool) -> None:
     """OpenVLA-OFT's fine-tuning leaves merged weights, and `lora_adapter/` as the record of it."""
     source = write_published(tmp_path / "SFT", published_tensors(), config=CONFIG)
     published_adapter(source / "lora_adapter", published_tensors())

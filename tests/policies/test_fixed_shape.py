@@ -38,9 +38,7 @@ def frames(rows: int) -> np.ndarray:
     "tasks",
     [pytest.param(TASKS, id="two lengths"), pytest.param(TASKS[1:], id="one length", marks=pytest.mark.slow)],
 )
-def test_a_compiled_policy_decides_the_same_for_any_number_of_rows(
-    changes: dict[str, object], tasks: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_policy_decides_the_same_for_any_number_of_rows(changes, tasks, monkeypatch) -> None:
     """The blocks are traced for real and run as they are: building kernels would take a minute."""
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
     plain, fast = policy_of(**changes), policy_of(**changes)

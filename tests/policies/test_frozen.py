@@ -158,9 +158,7 @@ def test_a_learner_has_rounded_layers_and_an_actor_has_none() -> None:
         (["--lora.rank", "4"], r"--learner\.precision is fp32.*bfloat16\. Use --learner\.precision bf16"),
     ],
 )
-def test_settings_that_leave_nothing_to_round_are_refused(
-    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_that_leave_nothing_to_round_are_refused(flags: list[str], said: str, capsys) -> None:
     with pytest.raises(SystemExit):
         parse(["--learner.frozen-precision", "float8", *flags])
     shown = " ".join(capsys.readouterr().err.replace("│", " ").split())

@@ -184,9 +184,7 @@ def test_each_row_draws_from_its_own_seed() -> None:
     assert not torch.equal(together[0], together[1])
 
 
-def test_temperature_zero_takes_the_most_likely_token_and_reports_temperature_one(
-    policy: OpenVLAOFTPolicy,
-) -> None:
+def test_temperature_zero_takes_the_most_likely_token_and_reports_temperature_one(policy) -> None:
     inputs = policy.preprocess(some_frames(2), [LONG, LONG])
     greedy = policy.act(inputs, SamplingParams(temperature=0.0), [1, 2])
     with torch.no_grad():
@@ -320,9 +318,7 @@ def test_actors_need_everything_that_learns_but_the_critic() -> None:
     assert acting.keys() <= tensors.keys()
 
 
-def test_the_critic_has_its_own_learning_rate_and_groups_hold_everything_once(
-    policy: OpenVLAOFTPolicy,
-) -> None:
+def test_the_critic_has_its_own_learning_rate_and_groups_hold_everything_once(policy) -> None:
     groups = policy.parameter_groups(lr=1e-5, value_lr=3e-3)
     assert [(g["name"], g["lr"]) for g in groups] == [("policy", 1e-5), ("value", 3e-3)]
     grouped = [id(p) for g in groups for p in g["params"]]

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -135,9 +134,7 @@ def opened_elsewhere(folder: Path, tmp_path: Path) -> dict[str, object]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_another_process_opens_an_export_with_the_originals_own_classes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_process_opens_an_export_with_the_originals_own_classes(tmp_path, capsys) -> None:
     original = original_of_another_stack(tmp_path / "original")
     checkpoint, out = trained(original, tmp_path), tmp_path / "out"
     assert run_cli(checkpoint, out, "--original", original) == 0
@@ -157,9 +154,7 @@ def test_another_process_opens_an_export_with_the_originals_own_classes(
     assert json.loads((out / "config.json").read_text())["architectures"] == ["SomeModel"]
 
 
-def test_without_the_original_the_command_says_what_is_missing_and_how_to_give_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_original_the_command_says_what_is_missing_and_how_to_give_it(tmp_path, capsys) -> None:
     original = original_of_another_stack(tmp_path / "original")
     assert run_cli(trained(original, tmp_path), tmp_path / "out") == 0
     assert "missing   config.json with auto_map, configuration_prismatic.py" in capsys.readouterr().out
@@ -170,9 +165,7 @@ def test_without_the_original_the_command_says_what_is_missing_and_how_to_give_i
     assert "pad_token" not in written, "the small vocabulary has no word for it"
 
 
-def test_an_original_that_lacks_files_is_told_apart_from_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_original_that_lacks_files_is_told_apart_from_none(tmp_path, capsys) -> None:
     original = original_of_another_stack(tmp_path / "original")
     checkpoint = trained(original, tmp_path)
     (original / "configuration_some.py").unlink()

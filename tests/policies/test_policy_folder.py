@@ -108,9 +108,7 @@ def test_a_folder_without_a_policy_is_named(tmp_path: Path) -> None:
         ("tokenizer.json", 9, r"tokenizer\.json is not a tokenizer"),
     ],
 )
-def test_a_file_that_is_missing_or_cut_is_named(
-    tmp_path: Path, name: str, kept: int | None, said: str
-) -> None:
+def test_a_file_that_is_missing_or_cut_is_named(tmp_path, name: str, kept: int | None, said: str) -> None:
     some_policy().save(tmp_path)
     content = (tmp_path / name).read_bytes()
     (tmp_path / name).unlink()

@@ -1,7 +1,5 @@
 """What no actor of the run can have imagined is refused with a reason, counted by cause, and harms nobody."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,9 +127,7 @@ def refused(replay: Replay) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("cause", "changes"), POISON, ids=described)
-def test_poison_is_refused_counted_by_cause_and_its_group_is_imagined_again(
-    replay: Replay, cause: str, changes: dict[str, Any]
-) -> None:
+def test_poison_is_refused_counted_by_cause_and_its_group_is_imagined_again(replay, cause, changes) -> None:
     grant = replay.grant("actor-0")
     assert grant is not None
     receipt = replay.admit(sound(**changes))

@@ -1,7 +1,5 @@
 """However long a run is, the replay remembers as much: closed groups are forgotten, and stay closed."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

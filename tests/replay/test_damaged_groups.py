@@ -1,7 +1,5 @@
 """Group files that declare what they do not hold: refused, and set aside."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import zlib
@@ -70,9 +68,7 @@ NEEDED = ("ledger.log", "lock", "replay.json")
 
 @pytest.mark.parametrize("name", [*NEEDED, "ledger.spare", "group-00000009.h5.tmp"])
 @pytest.mark.parametrize("kind", ["pipe", "folder", "link"])
-def test_what_is_no_file_is_an_error_only_where_the_replay_needs_it(
-    name: str, kind: str, run_dir: Path
-) -> None:
+def test_what_is_no_file_is_an_error_only_where_the_replay_needs_it(name, kind, run_dir) -> None:
     path, outside = run_dir / "replay" / name, run_dir / "outside"
     outside.write_text("mine")
     path.unlink(missing_ok=True)
@@ -118,9 +114,7 @@ def test_what_has_the_name_of_a_group_and_is_none_goes_to_quarantine(kind: str, 
 
 
 @pytest.mark.parametrize("value", [b"Infinity", b"1" + b"0" * 30, b'"three"', b"[" * 5000 + b"]" * 5000])
-def test_a_meta_file_with_the_right_checksum_and_wrong_numbers_is_refused(
-    value: bytes, run_dir: Path
-) -> None:
+def test_a_meta_file_with_the_right_checksum_and_wrong_numbers_is_refused(value, run_dir) -> None:
     body = b'{"format":"asyncrl-replay","format_version":3,"schema_version":1,"group_size":' + value + b"}"
     line = body[:-1] + b',"crc32":"%08x"}\n' % zlib.crc32(body)
     (run_dir / "replay" / "replay.json").write_bytes(line)

@@ -1,7 +1,5 @@
 """A full disk: nothing acknowledged is lost, nothing new is granted, and work goes on when space returns."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

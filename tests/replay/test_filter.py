@@ -1,7 +1,5 @@
 """Groups that teach nothing are stored and replaced; a resume undoes exactly what was lost."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -205,9 +203,7 @@ def test_filtered_groups_are_deleted_beyond_the_size_limit_and_stay_counted(tmp_
     assert replay.status()[s.REPLAY_SUCCESS] == 1.0
 
 
-def test_too_many_filtered_groups_in_a_row_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_filtered_groups_in_a_row_end_the_run(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("asyncrl.replay.buffer.MAX_FILTERED_BATCHES", 3)
     outcomes = (True, True)
     replay = open_filter(tmp_path, per_update=2)
@@ -344,12 +340,7 @@ def test_batches_are_full_and_mixed_and_every_grant_is_accounted_for(
 @settings(max_examples=15, deadline=None)
 @given(st.data(), st.integers(0, 3), st.integers(1, 3), st.booleans(), st.integers(0, 5))
 def test_a_run_killed_anywhere_and_resumed_sees_what_an_undisturbed_one_sees(
-    tmp_path_factory: pytest.TempPathFactory,
-    data: st.DataObject,
-    max_lag: int,
-    per_update: int,
-    filtering: bool,
-    horizon: int,
+    tmp_path_factory, data, max_lag, per_update, filtering, horizon
 ) -> None:
     """Killed in the middle of a group or not, resumed from any version up to the horizon, several times."""
     folder, updates = tmp_path_factory.mktemp("replay"), 7

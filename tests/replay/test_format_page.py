@@ -1,7 +1,5 @@
 """A stranger reads the replay with h5py alone, by the programs that docs/replay_format.md prints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A resume with another --algorithm.group-size gives up, by name, what has the old one, and goes on."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Learner ranks fetch their parts of a batch: together they hold what was chosen, whatever dies meanwhile."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator
@@ -64,9 +62,7 @@ def assert_as_imagined(group: list[Episode], number: int, version: int = 0) -> N
 
 
 @pytest.mark.parametrize("read_ahead", [8 * 10**9, 0])
-def test_what_the_ranks_hold_together_is_the_batch(
-    tmp_path: Path, endpoint: str, read_ahead: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_ranks_hold_together_is_the_batch(tmp_path, endpoint, read_ahead, monkeypatch) -> None:
     """With room for what is read ahead, and without any: then it is read again."""
     monkeypatch.setattr("asyncrl.replay.batch_chooser.READ_AHEAD_BYTES", read_ahead)
     with Served(tmp_path, endpoint, config_of(GROUPS)):
@@ -152,9 +148,7 @@ def test_ingest_goes_on_while_a_batch_is_read(monkeypatch: pytest.MonkeyPatch, s
         assert_as_imagined(group, number)
 
 
-def test_groups_are_read_before_they_are_asked_for_and_none_too_old_is_given(
-    monkeypatch: pytest.MonkeyPatch, served: Ports
-) -> None:
+def test_groups_are_read_before_they_are_asked_for_and_none_too_old_is_given(monkeypatch, served) -> None:
     gate = Gate(monkeypatch)
     gate.open.set()
     learner, actor = served

@@ -1,7 +1,5 @@
 """A line of the ledger is believed only behind the line it was written behind."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -134,9 +132,7 @@ def test_lines_of_earlier_versions_are_read_and_unknown_or_wrong_ones_are_skippe
     assert "'used': [True]" in warnings[4]
 
 
-def test_a_line_that_the_disk_refused_is_not_gone_on_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_that_the_disk_refused_is_not_gone_on_from(tmp_path, monkeypatch) -> None:
     """The first attempt to write fails for lack of space; the second uses the spare space."""
     ledger, failures = Ledger(tmp_path / "ledger.log", print), [OSError(28, "No space left on device")]
     genuine = ledger._write

@@ -1,7 +1,5 @@
 """No free file descriptor: the replay waits as for a full disk, names the remedy, and finds no damage."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 from collections.abc import Iterator
@@ -29,9 +27,7 @@ def no_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_file_that_cannot_be_opened_now_is_neither_damaged_nor_moved_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_opened_now_is_neither_damaged_nor_moved_away(tmp_path, monkeypatch) -> None:
     store = open_store(tmp_path, warnings := [])
     store.enter(store.write(0, group_of(0)))
     for _ in range(2):

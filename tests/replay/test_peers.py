@@ -19,11 +19,11 @@ from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import metrics_system as m
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.connection import JoinSettings, ask_settings
-from asyncrl.replay.server import ReplayServer, serve_replay
+from asyncrl.replay.server import serve_replay
 from support import child_environment
 from support.episodes import make_episode
 from support.replay import Clock, make_limiter, make_replay
-from support.replay_server import CONFIG, ScriptedSocket, acquire, push_group, until
+from support.replay_server import CONFIG, acquire, push_group, until
 
 SETTINGS = JoinSettings(config='{"long": "' + 10_000 * "x" + '"}', weights="tcp://10.0.0.5:5556")
 
@@ -118,9 +118,7 @@ port.leave(1.0)
 """
 
 
-def test_a_stopped_actor_loses_its_groups_soon_and_goes_on_when_it_wakes(
-    tmp_path: Path, endpoint: str
-) -> None:
+def test_a_stopped_actor_loses_its_groups_soon_and_goes_on_when_it_wakes(tmp_path, endpoint: str) -> None:
     """Another one that only is slow keeps its group: pings do not wait for a round to end."""
     with Run(tmp_path, endpoint) as run:
         command = [sys.executable, "-c", STOPPED, endpoint]
@@ -172,9 +170,7 @@ def test_of_two_actors_with_one_name_the_older_ends(tmp_path: Path, endpoint: st
         newer.leave(1.0)
 
 
-def test_a_held_up_replay_does_not_take_its_own_pause_for_silence(
-    scripted: tuple[ReplayServer, ScriptedSocket, Clock], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_held_up_replay_does_not_take_its_own_pause_for_silence(scripted, monkeypatch) -> None:
     service, socket, clock = scripted
     socket.say(b"a", "acquire", turn=0, groups=1)
     service.serve_once(0)

@@ -1,7 +1,5 @@
 """Who belongs to another run, or to an earlier start of this one, changes nothing at the replay."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator
@@ -52,9 +50,7 @@ def served(folder: Path, endpoint: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("who", [THEIRS, NO_RUN], ids=["another run", "a stranger"])
-def test_another_runs_learner_takes_nothing_over(
-    tmp_path: Path, endpoint: str, who: RunIdentity, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_runs_learner_takes_nothing_over(tmp_path, endpoint: str, who: RunIdentity, caplog) -> None:
     with served(tmp_path, endpoint):
         learner, actor = ZmqLearnerPort(endpoint, identity=OURS), ZmqActorPort(endpoint, "a", identity=OURS)
         learner.status()

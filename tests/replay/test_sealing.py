@@ -1,7 +1,5 @@
 """Files written beside the loop: the same books as without it, and no receipt before a file is durable."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

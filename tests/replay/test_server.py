@@ -183,9 +183,7 @@ def test_invalid_messages_are_answered_counted_and_survived(tmp_path: Path, endp
         context.destroy(linger=0)
 
 
-def test_an_episode_whose_last_receipt_was_lost_is_settled_later(
-    endpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_episode_whose_last_receipt_was_lost_is_settled_later(endpoint: str, monkeypatch) -> None:
     monkeypatch.setattr("asyncrl.replay.connection.HELD_RESEND_AFTER", 0.2)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     replay, actor = bind_router(context, endpoint), ZmqActorPort(endpoint, "actor-0")
@@ -201,9 +199,7 @@ def test_an_episode_whose_last_receipt_was_lost_is_settled_later(
     context.destroy(linger=0)
 
 
-def test_a_lost_grant_is_repeated_although_others_wait_for_credit(
-    scripted: tuple[ReplayServer, ScriptedSocket, Clock],
-) -> None:
+def test_a_lost_grant_is_repeated_although_others_wait_for_credit(scripted) -> None:
     service, socket, _ = scripted
     socket.deaf = {b"b"}
     socket.say(b"b", "acquire", turn=0, groups=1)
@@ -216,9 +212,7 @@ def test_a_lost_grant_is_repeated_although_others_wait_for_credit(
     assert (socket.grants(b"a"), socket.grants(b"b")) == ([], [0])
 
 
-def test_a_request_is_answered_with_one_group_although_that_was_given_up(
-    scripted: tuple[ReplayServer, ScriptedSocket, Clock],
-) -> None:
+def test_a_request_is_answered_with_one_group_although_that_was_given_up(scripted) -> None:
     """As by a host that was cut off: the answer to its question is still on its way to it."""
     service, socket, clock = scripted
     socket.say(b"a", "acquire", turn=0, groups=1)
@@ -256,9 +250,7 @@ def test_an_actor_passes_over_requests_whose_groups_were_given_up(endpoint: str)
     context.destroy(linger=0)
 
 
-def test_requests_without_credit_are_not_tried_in_every_pass(
-    scripted: tuple[ReplayServer, ScriptedSocket, Clock], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_without_credit_are_not_tried_in_every_pass(scripted, monkeypatch) -> None:
     """With 64 actors that wait, to try them all took half of the serving thread's time."""
     service, socket, _ = scripted
     tried, grant = list[str](), service.replay.grant
@@ -296,9 +288,7 @@ def test_a_waiting_request_is_no_sign_of_life(scripted: tuple[ReplayServer, Scri
     assert socket.grants(b"a") == [0], "it asks again, but somebody else has the credit now"
 
 
-def test_what_actors_report_is_folded_by_each_metrics_rule_and_ends_with_them(
-    scripted: tuple[ReplayServer, ScriptedSocket, Clock],
-) -> None:
+def test_what_actors_report_is_folded_by_each_metrics_rule_and_ends_with_them(scripted) -> None:
     service, socket, clock = scripted
     socket.say(b"a", "report", readings={s.ACTOR_WORLD.name: 0.5, s.ACTOR_MEMORY.name: 5e9})
     socket.say(b"b", "report", readings={s.ACTOR_WORLD.name: 7.0, s.ACTOR_MEMORY.name: 2e9})
@@ -349,9 +339,7 @@ def test_the_learner_hears_how_far_its_batch_is_and_that_there_is_nothing_to_lea
         actor.close(5.0)
 
 
-def test_one_message_asks_for_many_groups_and_none_waits_for_another_round(
-    scripted: tuple[ReplayServer, ScriptedSocket, Clock],
-) -> None:
+def test_one_message_asks_for_many_groups_and_none_waits_for_another_round(scripted) -> None:
     service, socket, _ = scripted
     socket.say(b"a", "acquire", turn=0, groups=3)
     socket.say(b"b", "acquire", turn=0, groups=3)

@@ -1,7 +1,5 @@
 """A stored group that the learner cannot use is closed, kept apart and named, and the run goes on."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -119,9 +117,7 @@ def test_a_foreign_group_is_set_aside_and_the_learner_goes_on_with_others(tmp_pa
     assert 1 not in numbers, "its number is not given again"
 
 
-def test_a_kill_between_the_ledger_and_the_move_loses_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_between_the_ledger_and_the_move_loses_no_file(tmp_path, monkeypatch) -> None:
     path = plant(tmp_path, pair(1, **PICTURES))
 
     def killed(store: EpisodeStore, number: int) -> Path:
@@ -167,9 +163,7 @@ def test_a_changed_setting_that_the_learner_does_not_need_sets_nothing_aside(tmp
 
 
 @pytest.mark.parametrize(("world", "kept"), [(None, True), (3, True), (4, False)])
-def test_a_resume_in_another_world_sets_aside_what_the_older_one_imagined(
-    tmp_path: Path, world: int | None, kept: bool
-) -> None:
+def test_a_resume_in_another_world_sets_aside_what_the_older_one_imagined(tmp_path, world, kept) -> None:
     plant(tmp_path, [dataclasses.replace(episode, world_version=3) for episode in pair(1)])
     replay = open_run_replay(
         tmp_path, CONFIG, episodes=EpisodeFormat(world_version=world), warn=lambda line: None

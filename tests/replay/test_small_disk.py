@@ -3,8 +3,6 @@
 Each scene is a function of this module that runs in a child process with the small disk's folder.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Files of groups whose images an earlier version compressed are read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -78,9 +78,7 @@ def test_an_interrupted_export_is_noticed(run_dir: Path, capsys: pytest.CaptureF
     assert "was interrupted" in " ".join(capsys.readouterr().err.split())
 
 
-def test_lerobot_without_pyarrow_says_what_to_install(
-    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lerobot_without_pyarrow_says_what_to_install(run_dir: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("asyncrl.replay_tools.lerobot_writer.find_spec", lambda name: None)
     assert export(run_dir, run_dir / "lerobot") == 2
     assert "pip install 'asyncrl[lerobot]'" in capsys.readouterr().err
@@ -196,9 +194,7 @@ def test_decisions_of_a_simulator_have_all_cameras_and_states(simulated_run: Pat
             assert np.array_equal(obs["robot_state"], episode.states)
 
 
-def test_steps_of_a_simulator_lack_further_cameras_and_states(
-    simulated_run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_of_a_simulator_lack_further_cameras_and_states(simulated_run: Path, capsys) -> None:
     assert export(simulated_run, simulated_run / "x.h5") == 0
     printed = capsys.readouterr().out
     assert "2 episodes, 25 samples, one per step" in printed
@@ -252,9 +248,7 @@ def test_a_policy_of_one_step_has_states_and_cameras_at_the_rate_of_steps() -> N
     assert samples.more_images.shape == (3, 1, 4, 4, 3)
 
 
-def test_lerobot_episodes_of_different_layouts_are_refused_and_leave_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lerobot_episodes_of_different_layouts_are_refused_and_leave_nothing(tmp_path, capsys) -> None:
     pytest.importorskip("pyarrow")
     pytest.importorskip("av")
     store = EpisodeStore(tmp_path / "replay", group_size=2, max_bytes=10**9)

@@ -55,9 +55,7 @@ def test_list_shows_one_aligned_row_per_episode(run_dir: Path, capsys: pytest.Ca
         (["--limit", "3"], ["0123", "0124", "aaaa"]),
     ],
 )
-def test_list_filters(
-    run_dir: Path, capsys: pytest.CaptureFixture[str], flags: list[str], expected: list[str]
-) -> None:
+def test_list_filters(run_dir: Path, capsys, flags: list[str], expected: list[str]) -> None:
     assert run_inspection(["list", str(run_dir / "replay"), *flags]) == 0
     assert shown_ids(capsys) == expected
 
@@ -111,9 +109,7 @@ def test_the_tools_take_the_sample_of_any_policy(tmp_path: Path, capsys: pytest.
     assert out.splitlines()[-1].split()[:2] == ["1", "4"]
 
 
-def test_show_says_why_a_failure_ended_and_that_it_was_not_used(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_says_why_a_failure_ended_and_that_it_was_not_used(run_dir: Path, capsys) -> None:
     assert run_inspection(["show", str(run_dir), "e"]) == 0
     out = capsys.readouterr().out
     assert "truncated after 16 steps (2 decisions) without success; the best score was 0.750" in out
@@ -145,9 +141,7 @@ def test_stats_print_bars(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "open the drawer  25.0% of 4  ########\n" in said
 
 
-def test_verify_passes_a_sound_replay_and_names_a_damaged_file(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_passes_a_sound_replay_and_names_a_damaged_file(run_dir: Path, capsys) -> None:
     assert run_inspection(["verify", str(run_dir)]) == 0
     path = run_dir / "replay" / "group-00000001.h5"
     whole = bytearray(path.read_bytes())
@@ -180,9 +174,7 @@ def test_verify_passes_a_sound_replay_and_names_a_damaged_file(
         ),
     ],
 )
-def test_verify_compares_the_ledger_with_the_files(
-    run_dir: Path, capsys: pytest.CaptureFixture[str], entries: list[dict[str, object]], problem: str
-) -> None:
+def test_verify_compares_the_ledger_with_the_files(run_dir, capsys, entries, problem) -> None:
     store = open_store(run_dir)
     for entry in entries:
         store.ledger.append(**entry)
@@ -207,9 +199,7 @@ def test_verify_finds_what_lies_in_the_wrong_place(run_dir: Path, capsys: pytest
     assert "group-00000002.h5: the ledger never granted group 2" in said
 
 
-def test_a_live_replay_can_be_inspected_while_files_come_and_go(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_live_replay_can_be_inspected_while_files_come_and_go(run_dir: Path, capsys) -> None:
     store = open_store(run_dir)
     (run_dir / "replay" / "group-00000005.h5.tmp").write_bytes(b"being written")
     remove_after_listing(run_dir)
@@ -221,9 +211,7 @@ def test_a_live_replay_can_be_inspected_while_files_come_and_go(
     store.close()
 
 
-def test_a_folder_without_ledger_can_be_listed_but_not_verified(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_ledger_can_be_listed_but_not_verified(run_dir: Path, capsys) -> None:
     (run_dir / "replay" / "ledger.log").unlink()
     assert run_inspection(["list", str(run_dir), "--unused"]) == 0
     assert len(shown_ids(capsys)) == 8
@@ -242,9 +230,7 @@ def groups(run: Path) -> list[int]:
         (["--keep-gigabytes", "0", "--dry-run"], [0, 1, 2, 3]),
     ],
 )
-def test_prune_deletes_only_what_the_ledger_closed(
-    run_dir: Path, capsys: pytest.CaptureFixture[str], flags: list[str], left: list[int]
-) -> None:
+def test_prune_deletes_only_what_the_ledger_closed(run_dir, capsys, flags, left) -> None:
     assert run_inspection(["prune", str(run_dir), *flags]) == 0
     said = capsys.readouterr().out
     assert groups(run_dir) == left
@@ -270,9 +256,7 @@ def test_prune_keeps_what_a_resume_would_use_again(run_dir: Path) -> None:
     assert groups(run_dir) == [2]
 
 
-def test_prune_refuses_on_a_live_run_but_says_what_it_would_do(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prune_refuses_on_a_live_run_but_says_what_it_would_do(run_dir: Path, capsys) -> None:
     store = open_store(run_dir)
     assert run_inspection(["prune", str(run_dir), "--keep-gigabytes", "0"]) == 2
     assert "written by a live run" in capsys.readouterr().err
@@ -296,9 +280,7 @@ def test_prune_refuses_on_a_live_run_but_says_what_it_would_do(
         (["video", "{run}", "a", "--out", "{run}/no/x.gif"], "not in an existing folder"),
     ],
 )
-def test_bad_input_is_answered_with_exit_code_2(
-    run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
+def test_bad_input_is_answered_with_exit_code_2(run_dir, capsys, arguments, message) -> None:
     empty = run_dir / "empty"
     empty.mkdir()
     assert run_inspection([text.format(run=run_dir, empty=empty) for text in arguments]) == 2

@@ -62,9 +62,7 @@ def test_one_id_reads_one_group_and_none_the_newest_success_and_failure(
 
 
 @pytest.mark.parametrize("suffix", [".mp4", ".gif"])
-def test_a_kept_video_is_shown_frame_by_frame(
-    run_dir: Path, capsys: pytest.CaptureFixture[str], suffix: str
-) -> None:
+def test_a_kept_video_is_shown_frame_by_frame(run_dir: Path, capsys, suffix: str) -> None:
     if suffix == ".mp4":
         pytest.importorskip("av")
     out = run_dir / f"x{suffix}"
@@ -96,9 +94,7 @@ def test_several_episodes_go_into_a_folder(run_dir: Path) -> None:
     assert {path.stem for path in out.iterdir()} == {"a" * 12, "0123" + "0" * 8}
 
 
-def test_without_pyav_it_writes_gif_and_says_how_to_get_mp4(
-    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_pyav_it_writes_gif_and_says_how_to_get_mp4(run_dir: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(media, "find_spec", lambda name: None)
     assert run_inspection(["video", str(run_dir), "a", "--out", str(run_dir)]) == 0
     said = capsys.readouterr().out
@@ -108,17 +104,13 @@ def test_without_pyav_it_writes_gif_and_says_how_to_get_mp4(
     assert len(pictures_of(run_dir / f"{'a' * 12}.gif")) == 3
 
 
-def test_mp4_without_pyav_is_refused(
-    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mp4_without_pyav_is_refused(run_dir: Path, capsys, monkeypatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "av", None)
     assert run_inspection(["video", str(run_dir), "a", "--out", str(run_dir / "x.mp4")]) == 2
     assert "needs the package av" in capsys.readouterr().err
 
 
-def test_the_sheet_shows_four_frames_of_each_episode(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_sheet_shows_four_frames_of_each_episode(run_dir: Path, capsys) -> None:
     out = run_dir / "sheet.png"
     store = open_store(run_dir)  # As on a live run.
     remove_after_listing(run_dir)

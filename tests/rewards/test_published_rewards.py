@@ -1,6 +1,5 @@
 """Reward models in the published layouts: told apart by their tensors, strict, and equal to slow formulas."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -181,14 +180,7 @@ def doubled(tensors: dict[str, Tensor], name: str) -> None:
         (False, True, "net.3.0.shortcut.1.weight"),
     ],
 )
-def test_one_wrong_key_is_refused_by_its_name(
-    tmp_path: Path,
-    change: Callable[[dict[str, Tensor], str], None],
-    words: str,
-    embeds: bool,
-    normed: bool,
-    name: str,
-) -> None:
+def test_one_wrong_key_is_refused_by_its_name(tmp_path, change, words, embeds, normed, name) -> None:
     tensors = random_tensors(2, embeds=embeds, normed=normed)
     change(tensors, name)
     write_pth(tmp_path / "resnet_rm.pth", tensors)

@@ -236,16 +236,12 @@ def test_the_dense_reward_is_maniskills_and_rises(build: Build) -> None:
         ("pick_cube", {"colour": "red"}, "unexpected keyword argument 'colour'"),
     ],
 )
-def test_what_a_task_does_not_have_is_said(
-    name: str, settings: dict[str, Any], words: str, build: Build
-) -> None:
+def test_what_a_task_does_not_have_is_said(name, settings, words, build) -> None:
     with pytest.raises(ConfigError, match=words):
         build(name, **settings)
 
 
-def test_what_put_on_plate_lacks_is_one_line(
-    build: Build, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_put_on_plate_lacks_is_one_line(build: Build, tmp_path, monkeypatch) -> None:
     import mani_skill
 
     monkeypatch.setattr(mani_skill, "ASSET_DIR", tmp_path)

@@ -86,9 +86,7 @@ def test_nobody_waits_for_the_slowest(tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("kind", ["kill", "raise", "hang"])
-def test_what_a_lost_worker_played_is_played_again_with_the_same_result(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_a_lost_worker_played_is_played_again_with_the_same_result(kind: str, tmp_path, caplog) -> None:
     def results(*settings: str) -> list[tuple[int, int, list[float]]]:
         with SimulatorPool(source(2, *settings), workers=2, timeout=8) as pool:
             played = rollout(pool, still, plays(*range(101, 113)), keep_frames=True)

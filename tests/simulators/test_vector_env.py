@@ -125,9 +125,7 @@ def play_alone(seed: int) -> list[tuple[Any, ...]]:
     ("mode", "name", "workers"),
     [*((mode, name, 0) for mode in MODES for name in (DOT, "my_lab.many:make")), ("SAME_STEP", DOT, 2)],
 )
-def test_every_mode_gives_the_episodes_of_the_environment_alone(
-    mode: str, name: str, workers: int, my_lab: Path
-) -> None:
+def test_every_mode_gives_the_episodes_of_the_environment_alone(mode, name, workers, my_lab) -> None:
     def act(shown: Observations) -> list[np.ndarray]:
         made = zip(shown.plays, shown.decisions, strict=True)
         return [actions_of(play.start.seed)[8 * done : 8 * done + 8] for play, done in made]

@@ -67,9 +67,7 @@ def test_a_shipped_name_goes_before_a_folder_of_the_same_name(assets: Path) -> N
     assert policy_folder("tabletop") == policy
 
 
-def test_shipped_worlds_and_start_states_are_found_by_name_others_by_path(
-    assets: Path, tmp_path: Path
-) -> None:
+def test_shipped_worlds_and_start_states_are_found_by_name_others_by_path(assets: Path, tmp_path) -> None:
     for world in (assets / "tabletop" / "world", tmp_path / "mine"):
         world.mkdir(parents=True)
         (world / "world.json").write_text("{}")

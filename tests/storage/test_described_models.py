@@ -107,9 +107,7 @@ DOORS = (of_config, of_statistics, of_proprio, of_opensora)
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_statistics_that_cannot_scale_are_refused_at_every_door(
-    door: Callable[[Path, dict[str, Any]], None], folder: Path
-) -> None:
+def test_statistics_that_cannot_scale_are_refused_at_every_door(door, folder) -> None:
     door(folder, GOOD)
     assert accepted(lambda name: door(folder, STATISTICS[name]), STATISTICS) == []
 

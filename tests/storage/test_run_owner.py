@@ -6,7 +6,6 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -101,9 +100,7 @@ def test_of_many_that_want_it_at_once_one_gets_it(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["pipe", "link", "folder"])
-def test_something_else_in_the_place_of_a_file_is_an_error(
-    tmp_path: Path, kind: str, name: str, start: Callable[[Path], object], message: str
-) -> None:
+def test_something_else_in_the_place_of_a_file_is_an_error(tmp_path, kind, name, start, message) -> None:
     path, elsewhere = tmp_path / name, tmp_path / "precious"
     elsewhere.write_text("mine")
     {"pipe": os.mkfifo, "link": lambda path: path.symlink_to(elsewhere), "folder": Path.mkdir}[kind](path)

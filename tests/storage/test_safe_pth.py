@@ -86,9 +86,7 @@ def test_what_is_allowed_is_allowed_during_the_read_only(tmp_path: Path) -> None
         ),
     ],
 )
-def test_tensors_beside_others_are_read_by_their_names(
-    tmp_path: Path, content: dict[str, Any], shapes: dict[str, tuple[int, ...]]
-) -> None:
+def test_tensors_beside_others_are_read_by_their_names(tmp_path, content, shapes) -> None:
     torch.save(content, tmp_path / "a.pt")
     assert {name: tuple(one.shape) for name, one in load_pth(tmp_path / "a.pt").items()} == shapes
 

@@ -36,9 +36,7 @@ KINDS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize(
     "flags", [os.O_RDONLY, os.O_WRONLY | os.O_CREAT, os.O_RDWR, os.O_WRONLY | os.O_APPEND]
 )
-def test_what_is_no_file_is_refused_at_once_and_named(
-    kind: str, flags: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_no_file_is_refused_at_once_and_named(kind: str, flags: int, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)  # The path of a socket is short.
     KINDS[kind](Path("here"))
     with pytest.raises(OSError, match=f"it is {kind}, where a file is expected: move it away"):

@@ -56,9 +56,7 @@ def receiving(
         assert not receiver._thread.is_alive()
 
 
-def test_versions_arrive_bit_exact_and_the_learner_counts_the_actors(
-    channel: tuple[BroadcastPublisher, str],
-) -> None:
+def test_versions_arrive_bit_exact_and_the_learner_counts_the_actors(channel) -> None:
     publisher, endpoint = channel
     tensors = policy(0)
     assert 4 * tensors["body"].numel() > 3 * CHUNK
@@ -116,9 +114,7 @@ def test_a_version_replaced_while_it_is_fetched_arrives_whole_and_the_newer_one_
         assert raw(tensors) == raw(policy(7))
 
 
-def test_a_version_that_is_gone_is_begun_again_with_the_newest(
-    channel: tuple[BroadcastPublisher, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_that_is_gone_is_begun_again_with_the_newest(channel, monkeypatch) -> None:
     publisher, endpoint = channel
     genuine, forgot = WeightReceiver._request_piece, [0]
 
@@ -171,9 +167,7 @@ def test_damaged_pieces_are_fetched_again_and_a_network_that_always_damages_ends
         receiver.wait_for_first(PATIENCE)
 
 
-def test_an_actor_that_vanished_is_found_out_and_one_that_comes_back_is_welcome(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_actor_that_vanished_is_found_out_and_one_that_comes_back_is_welcome(monkeypatch) -> None:
     monkeypatch.setattr(pulling, "HEARTBEAT", 0.2)
     with opened(silence=1.5) as (publisher, endpoint), receiving(endpoint) as receiver:
         publisher.publish(source(0), 0)

@@ -60,9 +60,7 @@ def until(publisher: BroadcastPublisher, names: set[str], version: int) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(120)
-def test_every_host_gets_every_bit_and_one_that_is_killed_halted_or_comes_back_holds_nobody_up(
-    hosts: list[Actor],
-) -> None:
+def test_every_host_gets_every_bit_and_one_that_is_killed_halted_or_comes_back_holds_nobody_up(hosts) -> None:
     with opened() as publisher:
         publisher.publish(source(0), 0)
         near = WeightReceiver(GLOO, publisher.endpoint, "actor-0", policy(0), deadline=DEADLINE)
@@ -129,9 +127,7 @@ def test_an_address_that_is_not_this_hosts_is_named() -> None:
 @pytest.mark.gpu
 @pytest.mark.multiprocess
 @pytest.mark.timeout(300)
-def test_nccl_carries_every_bit_between_hosts_and_goes_on_without_one_that_is_killed(
-    hosts: list[Actor],
-) -> None:
+def test_nccl_carries_every_bit_between_hosts_and_goes_on_without_one_that_is_killed(hosts) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("NCCL takes one process per GPU, and there is one GPU.")
     with opened("nccl", "cuda:0") as publisher:

@@ -112,9 +112,7 @@ def test_garbage_is_counted_and_stops_nobody(publisher: BroadcastPublisher, stra
     receiver.close()
 
 
-def test_senseless_requests_are_refused_and_survived(
-    publisher: BroadcastPublisher, stranger: Stranger
-) -> None:
+def test_senseless_requests_are_refused_and_survived(publisher, stranger) -> None:
     publisher.publish(WholeTensors(SMALL), 0)
     piece: dict[str, Any] = {"version": 0, "buffer": 0, "offset": 0, "length": 8}
     puller = MEMBER | {"member": 0}

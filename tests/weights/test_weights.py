@@ -187,9 +187,7 @@ class Carrier:
         ("abc", set(), {(0, 3), (1, 3), (2, 3)}),
     ],
 )
-def test_each_member_gets_its_weights_by_the_way_that_its_place_allows(
-    devices: str, near: set[tuple[int, int]], far: set[tuple[int, int]]
-) -> None:
+def test_each_member_gets_its_weights_by_the_way_that_its_place_allows(devices, near, far) -> None:
     store, within, between = HashStore(), Carrier(), Carrier()
     transports: list[Any] = [CudaIpcTransport(within, between, gpu) for gpu in devices]  # type: ignore[arg-type]
     members = [
@@ -245,9 +243,7 @@ def test_a_link_is_freed_on_the_thread_that_may_be_left_behind() -> None:
 # --- receivers in this process ---
 
 
-def test_a_late_joiner_gets_the_newest_version_without_a_new_publish(
-    carried: BroadcastPublisher, transport: str
-) -> None:
+def test_a_late_joiner_gets_the_newest_version_without_a_new_publish(carried, transport) -> None:
     carried.publish(source(0, elements=10), 0)
     carried.publish(source(1, elements=10), 1)  # replaces 0: nobody was there to take it
     late = WeightReceiver(transport, carried.endpoint, "late", policy(0, elements=10))
@@ -282,9 +278,7 @@ def test_an_actor_of_another_shape_is_told_so_and_named_to_the_learner(publisher
     receiver.close()
 
 
-def test_a_first_version_that_does_not_arrive_names_what_is_waited_for_and_who_is_there(
-    publisher: BroadcastPublisher,
-) -> None:
+def test_a_first_version_that_does_not_arrive_names_what_is_waited_for_and_who_is_there(publisher) -> None:
     receiver = WeightReceiver("shared_memory", publisher.endpoint, "actor-0", policy(0, elements=10))
     with pytest.raises(WeightSyncError, match=r"actor-0 waited .* 0\.1 s.*to publish its first version"):
         receiver.wait_for_first(0.1)
@@ -296,9 +290,7 @@ def test_a_first_version_that_does_not_arrive_names_what_is_waited_for_and_who_i
     receiver.close()
 
 
-def test_an_actor_that_has_no_weights_yet_learns_at_once_that_the_learner_left(
-    publisher: BroadcastPublisher,
-) -> None:
+def test_an_actor_that_has_no_weights_yet_learns_at_once_that_the_learner_left(publisher) -> None:
     receiver = WeightReceiver("shared_memory", publisher.endpoint, "late", policy(0, elements=10))
     ended: list[Exception] = []
 
@@ -352,9 +344,7 @@ def listening() -> set[str]:
     return found
 
 
-def test_a_transport_that_needs_a_gpu_and_a_taken_socket_are_refused(
-    folder: Path, publisher: BroadcastPublisher
-) -> None:
+def test_a_transport_that_needs_a_gpu_and_a_taken_socket_are_refused(folder, publisher) -> None:
     for name in ("nccl", "cuda_ipc"):
         with pytest.raises(ConfigError, match=rf"{name}.*between GPUs.*cpu"):
             BroadcastPublisher(name, folder)
@@ -363,9 +353,7 @@ def test_a_transport_that_needs_a_gpu_and_a_taken_socket_are_refused(
     publisher.publish(source(0, elements=10), 0)
 
 
-def test_news_travels_at_once_and_an_idle_receiver_costs_next_to_nothing(
-    carried: BroadcastPublisher, transport: str
-) -> None:
+def test_news_travels_at_once_and_an_idle_receiver_costs_next_to_nothing(carried, transport) -> None:
     """Ten versions in a row, each waited for at both ends, then a pause; looks alone would take a second."""
     carried.publish(source(0, elements=10), 0)
     receiver = WeightReceiver(transport, carried.endpoint, "actor-0", policy(0, elements=10))

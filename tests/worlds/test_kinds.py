@@ -101,9 +101,7 @@ def test_a_world_json_of_no_known_kind_is_refused_with_the_known_ones(tmp_path: 
 @pytest.mark.parametrize("looks", ["like a policy", "like none"])
 @pytest.mark.parametrize("source", ["published", "ours"])
 @pytest.mark.parametrize("kind", TITLES)
-def test_a_world_given_as_policy_is_refused_as_what_it_is(
-    tmp_path: Path, kind: str, source: str, looks: str
-) -> None:
+def test_a_world_given_as_policy_is_refused_as_what_it_is(tmp_path, kind, source, looks) -> None:
     folder = tmp_path / "world"
     if source == "published":
         PUBLISHED[kind](folder)

@@ -1,7 +1,6 @@
 """Slots that begin alike are opened once, whatever the world; what cannot begin is refused by its name."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -149,9 +148,7 @@ def test_poses_are_not_asked_for_where_none_are_needed() -> None:
     assert len(nano_world().start(states)) == 2
 
 
-def test_a_run_in_a_world_that_needs_poses_fails_before_it_begins(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_in_a_world_that_needs_poses_fails_before_it_begins(tmp_path, capsys) -> None:
     save_world(tmp_path / "evac", EvacWorld(tiny_networks(TINY), TINY))
     states = [start_state(1), start_state(2, pose=None), start_state(3, pose=None)]
     save_start_states(tmp_path / "starts.h5", states)

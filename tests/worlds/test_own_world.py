@@ -33,9 +33,7 @@ def test_the_class_of_the_page_has_at_most_60_lines() -> None:
     assert len([line for line in text.splitlines() if line.strip()]) <= 60
 
 
-def test_the_commands_of_the_page_check_the_world_and_train_in_it(
-    lab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands_of_the_page_check_the_world_and_train_in_it(lab: Path, tmp_path, capsys) -> None:
     (_, *_), (_, check, *named), (_, train, *flags) = commands_of_own_world()
     assert (check, train) == ("check", "train")
     assert PAINTER in named

@@ -71,9 +71,7 @@ def test_a_keyframe_file_brings_reference_context_and_actions(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("count", "context"), [(1, []), (3, []), (4, [0, 1, 2, 3]), (7, [3, 4, 5, 6])])
-def test_the_number_of_frames_makes_a_context_and_not_the_name(
-    tmp_path: Path, count: int, context: list[int]
-) -> None:
+def test_the_number_of_frames_makes_a_context_and_not_the_name(tmp_path, count, context) -> None:
     frames = [frame(i) for i in range(count)]
     for name in ("traj0.npy", "traj0_kir.npy"):
         state = load_trajectory(write(tmp_path / name, frames))

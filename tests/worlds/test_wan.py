@@ -269,9 +269,7 @@ def test_imagined_frames_follow_the_written_recipe(world: WanWorld, memory: Any)
         torch.testing.assert_close(state.memory, latents[:, :, -1:], atol=1e-5, rtol=1e-5)
 
 
-def test_a_compiled_world_fills_its_batch_up_and_imagines_the_same(
-    world: WanWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_world_fills_its_batch_up_and_imagines_the_same(world: WanWorld, monkeypatch) -> None:
     """Whole graphs are captured for real, and run as they are: building kernels would take a minute."""
     compiler, module_compiler = torch.compile, torch.nn.Module.compile
     monkeypatch.setattr(torch, "compile", partial(compiler, backend="eager"))

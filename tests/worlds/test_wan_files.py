@@ -88,9 +88,7 @@ def sparse_pth(path: Path, shapes: dict[str, torch.Size], wrapper: str | None = 
 
 
 @pytest.mark.parametrize("wrapper", [None, "model_state"])
-def test_files_of_the_true_size_are_recognised_and_checked_without_reading_them(
-    tmp_path: Path, wrapper: str | None
-) -> None:
+def test_files_of_the_true_size_are_recognised_and_checked_without_reading_them(tmp_path, wrapper) -> None:
     sparse_safetensors(tmp_path / MODEL, listed_shapes("wan_action_transformer"))
     sparse_pth(tmp_path / VAE, listed_shapes("wan_vae"), wrapper)
     assert (tmp_path / MODEL).stat().st_size > 10_000_000_000
@@ -102,9 +100,7 @@ def test_files_of_the_true_size_are_recognised_and_checked_without_reading_them(
 
 
 @pytest.mark.parametrize(("name", "count"), [("resnet_rm", 127), ("taskemb_resnet_rm", 130)])
-def test_reward_files_of_the_true_size_are_told_apart_by_their_tensors(
-    tmp_path: Path, name: str, count: int
-) -> None:
+def test_reward_files_of_the_true_size_are_told_apart_by_their_tensors(tmp_path, name, count) -> None:
     shapes = listed_shapes(name)
     assert len(shapes) == count
     sparse_pth(tmp_path / "resnet_rm.pth", shapes, "model_state_dict")  # whatever the file is called
@@ -146,9 +142,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize(("shapes", "words"), VARIANTS)
-def test_variants_that_are_steered_otherwise_are_refused_by_name(
-    tmp_path: Path, shapes: dict[str, tuple[int, ...]], words: str
-) -> None:
+def test_variants_that_are_steered_otherwise_are_refused_by_name(tmp_path, shapes, words) -> None:
     sparse_safetensors(tmp_path / MODEL, {f"pipe.dit.{name}": shape for name, shape in shapes.items()})
     with pytest.raises(CheckpointError, match=rf"model-00001\.safetensors .*{words}.*TI2V2"):
         recognise_transformer(TensorFiles(tmp_path / MODEL, rename=transformer_name), {})
@@ -205,9 +199,7 @@ def test_prefix_shards_and_index_hold_the_same_world(published: Path, copy: Path
             load_world(copy)
 
 
-def test_unknown_tensors_are_reported_by_name_once_all_others_are_there(
-    copy: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unknown_tensors_are_reported_by_name_once_all_others_are_there(copy: Path, caplog) -> None:
     tensors = load_file(copy / MODEL)
     save_file({**tensors, "old_head.bias": torch.zeros(3)}, copy / MODEL)
     load_world(copy)

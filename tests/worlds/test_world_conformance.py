@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,9 +132,7 @@ def test_start_states_of_another_size_are_named() -> None:
 
 
 @pytest.mark.parametrize("kind", ["opensora", "evac"])
-def test_the_command_checks_a_folder_of_any_kind(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_checks_a_folder_of_any_kind(kind: str, tmp_path, capsys) -> None:
     if kind == "opensora":
         save_opensora(tmp_path, nano_world())
     else:

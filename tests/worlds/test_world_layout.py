@@ -72,9 +72,7 @@ def load(name: str):
         ({"format": "asyncrl-world-1", "kind": "dreams"}, "incomplete"),
     ],
 )
-def test_what_is_no_world_of_an_earlier_version_is_refused(
-    content: dict[str, str], words: str, tmp_path: Path
-) -> None:
+def test_what_is_no_world_of_an_earlier_version_is_refused(content, words, tmp_path) -> None:
     (tmp_path / "world.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=words):
         convert_world(tmp_path, tmp_path / "new")

@@ -181,9 +181,7 @@ def test_layers_compute_in_bfloat16_but_those_of_exact_weights(kind: str, ours: 
         ("tabletop_evac", {}, 50),
     ],
 )
-def test_a_fitted_world_draws_nearly_what_it_draws_in_float32(
-    name: str, changes: dict[str, Any], least: float
-) -> None:
+def test_a_fitted_world_draws_nearly_what_it_draws_in_float32(name, changes, least) -> None:
     starts = load_start_states(start_states_path("tabletop", name))[:2]
     exact, rounded = (
         drawn(load(world_folder(name), replace(settings, steps=4, **changes)), starts).float()

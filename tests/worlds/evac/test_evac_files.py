@@ -244,9 +244,7 @@ WRONG: list[tuple[str, Tensor | None, str]] = [
 
 
 @pytest.mark.parametrize(("key", "tensor", "words"), WRONG)
-def test_a_tensor_that_is_missing_misshapen_or_unknown_is_named(
-    tmp_path: Path, small: EvacNetworks, key: str, tensor: Tensor | None, words: str
-) -> None:
+def test_a_tensor_that_is_missing_misshapen_or_unknown_is_named(tmp_path, small, key, tensor, words) -> None:
     folder = published_folder(tmp_path, small, **{key: tensor})
     with pytest.raises(CheckpointError, match=words):
         EvacWorld.check(folder, SETTINGS)
@@ -274,9 +272,7 @@ CHECKPOINT = "epoch=281-step=34800.ckpt"
         (lambda folder: cut(folder / CHECKPOINT), r"epoch=281-step=34800\.ckpt was not read"),
     ],
 )
-def test_what_is_wrong_with_a_published_folder_is_named(
-    tmp_path: Path, small: EvacNetworks, breaks: Callable[[Path], object], words: str
-) -> None:
+def test_what_is_wrong_with_a_published_folder_is_named(tmp_path, small, breaks, words) -> None:
     breaks(published_folder(tmp_path, small))
     with pytest.raises(CheckpointError, match=words):
         open_evac(tmp_path)

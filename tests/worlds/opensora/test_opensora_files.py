@@ -274,9 +274,7 @@ def test_autoencoders_of_old_versions_of_diffusers_are_read(published: Path) -> 
         (missing("transformer.safetensors"), "holds no transformer of an OpenSora world"),
     ],
 )
-def test_what_is_wrong_with_a_folder_of_ours_is_named(
-    tmp_path: Path, breaks: Callable[[Path], None], words: str
-) -> None:
+def test_what_is_wrong_with_a_folder_of_ours_is_named(tmp_path, breaks, words) -> None:
     save_world(tmp_path, nano_world())
     breaks(tmp_path)
     with pytest.raises(CheckpointError, match=words):

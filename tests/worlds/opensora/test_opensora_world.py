@@ -71,9 +71,7 @@ def test_an_episode_goes_on_from_its_context_and_not_from_the_first_frame(world:
     )
 
 
-def test_a_compiled_world_fills_its_batch_up_and_imagines_the_same(
-    world: OpenSoraWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_world_fills_its_batch_up_and_imagines_the_same(world: OpenSoraWorld, monkeypatch) -> None:
     """Whole graphs are captured for real, and run as they are: building kernels would take a minute."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     starts, actions = [start_state(1), start_state(2)], some_actions(2)
