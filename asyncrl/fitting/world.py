@@ -30,7 +30,7 @@ from asyncrl.fitting.recording_files import FrameFile, Recordings
 from asyncrl.fitting.settings import CONTEXT_SIGMA, Size
 from asyncrl.observability.terminal import progress
 from asyncrl.records import CHUNK
-from asyncrl.worlds.files import AS_SAVED, world_class, world_kind
+from asyncrl.worlds.files import world_class, world_kind
 from asyncrl.worlds.layers import FrameVae
 
 KINDS: Final = {
@@ -137,7 +137,7 @@ class FittedWorld(ABC):
     def load(cls, folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> Self:
         """Load a folder with weights of a type; None: as the kind prefers, float32 for folders of ours."""
         world = world_class(folder)
-        return cls(world.from_files(world.files(folder, AS_SAVED, {}), device, dtype=dtype))
+        return cls(world.from_files(world.files(folder), device, dtype=dtype))
 
     @abstractmethod
     def clips(

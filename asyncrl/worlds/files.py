@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar, Final, NamedTuple, Self
 
 import numpy as np
@@ -36,8 +35,9 @@ ABOUT: Final = "world.json"  # In folders that asyncrl wrote, not in published o
 FORMAT: Final = "asyncrl-world-2"
 _OLD_FORMAT: Final = "asyncrl-world-1"
 """Had all sizes in world.json, and layouts of its own; `convert_world` reads it."""
+_USUAL: Final = (("guidance", 1.0), ("guidance_rescale", 0.7), ("eta", 1.0))
+"""Settings of EVAC worlds in runs of earlier versions that mean what every world does now."""
 AS_SAVED: Final = ImaginationSettings()  # Settings that change nothing of a folder.
-NO_SETTINGS: Final[Mapping[str, Any]] = MappingProxyType({})
 MAX_DECISIONS: Final = 32  # 256 steps, the length of episodes in RLinf's files for its worlds.
 _SHARD: Final = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
 TEMPERATURE: Final = 1.6  # At which RLinf's GRPO samples the policy in its worlds.
@@ -263,7 +263,7 @@ class FolderWorld(ABC):
 
     @staticmethod
     @abstractmethod
-    def files(folder: Path, settings: ImaginationSettings, own: Mapping[str, Any]) -> Any:
+    def files(folder: Path, settings: ImaginationSettings = AS_SAVED) -> Any:
         """Read sizes and facts as a `WorldFolder`; refuse settings that the kind cannot follow."""
 
     @classmethod
@@ -287,7 +287,18 @@ class FolderWorld(ABC):
     @classmethod
     def load(cls, folder: Path, device: torch.device, settings: ImaginationSettings, **own: Any) -> Self:
         """See `World.load`."""
-        return cls.from_files(cls.files(folder, settings, own), device)
+        return cls.from_files(cls._without_own(folder, settings, own), device)
+
+    @classmethod
+    def _without_own(cls, folder: Path, settings: ImaginationSettings, own: Mapping[str, Any]) -> Any:
+        own = {name: value for name, value in own.items() if (name, value) not in _USUAL}
+        if own:
+            unguided = " and draws without guidance" if "guidance" in own else ""
+            raise ConfigError(
+                f"--world-settings has {', '.join(own)}, but the world in {folder} takes none{unguided}. "
+                "Leave it out; the choices are --imagination.steps, .context, .decoder and .precision."
+            )
+        return cls.files(folder, settings)
 
     def to(self, device: torch.device | str) -> Self:
         """Move the weights to `device` and return this world."""
@@ -313,7 +324,7 @@ class FolderWorld(ABC):
     @classmethod
     def check(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> ModelSummary:
         """See `World.check`."""
-        files = cls.files(folder, settings, own)
+        files = cls._without_own(folder, settings, own)
         spec, nbytes = ActionSpec(dim=files.action_dim), files.check()
         return ModelSummary(
             image_size=files.image_size, nbytes=nbytes, action_spec=spec, version=files.version
@@ -322,30 +333,20 @@ class FolderWorld(ABC):
     @classmethod
     def defaults(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> WorldDefaults:
         """See `World.defaults`."""
-        return cls.files(folder, settings, own).defaults()
+        return cls._without_own(folder, settings, own).defaults()
 
     @classmethod
     def slot_bytes(
         cls, folder: Path, settings: ImaginationSettings, *, decisions: int = 0, **own: Any
     ) -> SlotBytes:
         """See `World.slot_bytes`."""
-        return cls.files(folder, settings, own).slot_bytes(decisions)
+        return cls._without_own(folder, settings, own).slot_bytes(decisions)
 
 
 def refuse(problems: Mapping[str, bool]) -> None:
     """Raise ConfigError for the first problem, the text behind ``--imagination.``, that is there."""
     for problem in (problem for problem, there in problems.items() if there):
         raise ConfigError(f"--imagination.{problem}")
-
-
-def refuse_own_settings(own: Mapping[str, Any], world: str) -> None:
-    """Check that --world-settings is empty, for a world that takes none."""
-    if own:
-        unguided = " and draws without guidance" if "guidance" in own else ""
-        raise ConfigError(
-            f"--world-settings has {', '.join(own)}, but {world} takes none{unguided}. Leave it out; what "
-            "can be chosen are --imagination.steps, .context, .decoder and .precision."
-        )
 
 
 def read_about(folder: Path, kind: str, *, published: bool) -> dict[str, Any]:

@@ -17,11 +17,10 @@ def load_world(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     settings: ImaginationSettings = AS_SAVED,
-    **own: Any,
 ) -> Any:
     """Load the world in a folder, its weights in `dtype`."""
     kind = world_class(folder)
-    return kind.from_files(kind.files(folder, settings, own), torch.device(device), dtype)
+    return kind.from_files(kind.files(folder, settings), torch.device(device), dtype)
 
 
 def change_json(path: Path, change: Callable[[Any], object]) -> None:

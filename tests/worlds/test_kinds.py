@@ -161,8 +161,8 @@ def test_a_fourth_kind_is_one_entry_of_one_table(tmp_path: Path, monkeypatch: py
         ("evac", {"context": "frames"}, {}, "--imagination.context is frames.*Use auto or latents"),
         ("evac", {"decoder": "tiny"}, {}, "--imagination.decoder is tiny.*Use full"),
         ("evac", {"steps": 1001}, {}, "--imagination.steps is 1001.*Use 1 to 1000"),
-        ("evac", {}, {"guidance": -1.0}, "guidance is -1.0, expected a number from 0"),
-        ("evac", {}, {"seed": 1}, "--world-settings has seed.*It takes guidance, guidance_rescale, eta"),
+        ("evac", {}, {"guidance": 7.5}, "takes none and draws without guidance.*--imagination.steps"),
+        ("evac", {}, {"seed": 1}, "--world-settings has seed, but the world in .* takes none. Leave it out"),
     ],
 )
 def test_what_a_kind_cannot_do_is_refused_with_the_flag_and_the_alternative(

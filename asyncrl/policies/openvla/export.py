@@ -23,19 +23,9 @@ import torch
 from asyncrl import __version__
 from asyncrl.errors import CheckpointError
 from asyncrl.policies.lora import merge_adapter
+from asyncrl.policies.openvla import files as policy_files
 from asyncrl.policies.openvla import names
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.files import (
-    OLD_FORMAT,
-    STATISTICS,
-    Original,
-    PolicyFolder,
-    PublishedOptions,
-    open_folder,
-    read_original,
-    read_statistics,
-    write_policy,
-)
 from asyncrl.policies.openvla.networks import native_shapes
 from asyncrl.policies.openvla.preprocess import BEGIN, END, UNKNOWN, PromptTokenizer
 from asyncrl.storage.atomic import read_json, replacing, write_json
@@ -43,7 +33,7 @@ from asyncrl.storage.tensor_files import INDEX, SHARD_BYTES, Spec, TensorFiles
 from asyncrl.storage.untrusted import read_json_lines
 
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
-_OWN: Final = {"config.json", "tokenizer.json", "state.json", STATISTICS, INDEX}
+_OWN: Final = {"config.json", "tokenizer.json", "state.json", policy_files.STATISTICS, INDEX}
 _CARRIED: Final = (".json", ".py", ".model", ".txt", ".jinja")
 _CARRIED_BYTES: Final = 20_000_000
 
@@ -67,7 +57,7 @@ def convert(
     source: Path,
     folder: Path,
     *,
-    choices: PublishedOptions | None = None,
+    choices: policy_files.PublishedOptions | None = None,
     adapter: Path | None = None,
     original: Path | None = None,
     dtype: torch.dtype | None = None,
@@ -88,8 +78,8 @@ def convert(
         config = dataclasses.replace(config, dtype=str(dtype).removeprefix("torch."))  # type: ignore[arg-type]
     whole = opened.original
     if original is not None:
-        whole = _read_old_original(original) if _is_old(original) else read_original(original)
-    nbytes = write_policy(
+        whole = _read_old_original(original) if _is_old(original) else policy_files.read_original(original)
+    nbytes = policy_files.write_policy(
         folder,
         config,
         opened.tokenizer,
@@ -134,18 +124,18 @@ def _check_paths(source: Path, folder: Path, adapter: Path | None) -> None:
 # unused.safetensors, published/    from the published folder that it was converted from
 
 
-def open_any(folder: Path, options: PublishedOptions | None = None) -> PolicyFolder:
+def open_any(folder: Path, options: policy_files.PublishedOptions | None = None) -> policy_files.PolicyFolder:
     """Open a policy folder of the published or of asyncrl 0.1's layout."""
     fields = read_json(folder / "config.json")
     if not _is_old(folder):
-        return open_folder(folder, options)
+        return policy_files.open_folder(folder, options)
     config = OpenVLAOFTConfig.from_json(
         {key: value for key, value in fields.items() if key not in ("format", "format_version")}
     )
     files, shapes = TensorFiles(folder), native_shapes(config)
     files.check(shapes)
     used = list(files.names())
-    return PolicyFolder(
+    return policy_files.PolicyFolder(
         original=_read_old_original(folder),
         config=config,
         tokenizer=PromptTokenizer.from_file(folder / "tokenizer.json", pad_id=config.token_count),
@@ -158,14 +148,14 @@ def open_any(folder: Path, options: PublishedOptions | None = None) -> PolicyFol
 
 
 def _is_old(folder: Path) -> bool:
-    return read_json(folder / "config.json").get("format") == OLD_FORMAT
+    return read_json(folder / "config.json").get("format") == policy_files.OLD_FORMAT
 
 
-def _read_old_original(folder: Path) -> Original:
+def _read_old_original(folder: Path) -> policy_files.Original:
     carried, unused = folder / "published", folder / "unused.safetensors"
-    return Original(
+    return policy_files.Original(
         fields=read_json(carried / "config.json") if carried.is_dir() else {},
-        statistics=read_statistics(folder, {}),
+        statistics=policy_files.read_statistics(folder, {}),
         files=TensorFiles(unused) if unused.is_file() else None,
         carried=carried if carried.is_dir() else None,
     )

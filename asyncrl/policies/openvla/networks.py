@@ -10,16 +10,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    Cache,
-    Dinov2WithRegistersConfig,
-    Dinov2WithRegistersModel,
-    LlamaConfig,
-    LlamaModel,
-    SiglipVisionConfig,
-    SiglipVisionModel,
-)
 
 from asyncrl.policies.action_tokens import BINS
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
@@ -48,9 +40,9 @@ def stable_name(name: str) -> str:
     return name
 
 
-def build_dino(size: TowerConfig, image_size: int, patch_size: int) -> Dinov2WithRegistersModel:
+def build_dino(size: TowerConfig, image_size: int, patch_size: int) -> transformers.Dinov2WithRegistersModel:
     """Build DINOv2 with registers, all blocks but the last, no final norm."""
-    config = Dinov2WithRegistersConfig(
+    config = transformers.Dinov2WithRegistersConfig(
         hidden_size=size.width,
         num_hidden_layers=size.depth - 1,
         num_attention_heads=size.heads,
@@ -62,15 +54,15 @@ def build_dino(size: TowerConfig, image_size: int, patch_size: int) -> Dinov2Wit
         layer_norm_eps=1e-6,
         initializer_range=size.width**-0.5,  # The usual 0.02 keeps a narrow model from learning.
     )
-    tower = Dinov2WithRegistersModel(config)
+    tower = transformers.Dinov2WithRegistersModel(config)
     tower.layernorm = nn.Identity()  # type: ignore[assignment]
     tower.embeddings.register_parameter("mask_token", None)  # only used in pre-training
     return tower
 
 
-def build_siglip(size: TowerConfig, image_size: int, patch_size: int) -> SiglipVisionModel:
+def build_siglip(size: TowerConfig, image_size: int, patch_size: int) -> transformers.SiglipVisionModel:
     """Build SigLIP's vision tower, all blocks but the last, no final norm, no pooling head."""
-    config = SiglipVisionConfig(
+    config = transformers.SiglipVisionConfig(
         hidden_size=size.width,
         num_hidden_layers=size.depth - 1,
         num_attention_heads=size.heads,
@@ -81,7 +73,7 @@ def build_siglip(size: TowerConfig, image_size: int, patch_size: int) -> SiglipV
         layer_norm_eps=1e-6,
         vision_use_head=False,
     )
-    tower = SiglipVisionModel(config)
+    tower = transformers.SiglipVisionModel(config)
     tower.post_layernorm = nn.Identity()  # type: ignore[assignment]
     return tower
 
@@ -147,10 +139,10 @@ class ProprioProjector(nn.Module):
         return self.fc2(hidden).unsqueeze(1)
 
 
-def build_llm(config: OpenVLAOFTConfig) -> LlamaModel:
+def build_llm(config: OpenVLAOFTConfig) -> transformers.LlamaModel:
     """Build a Llama model; for parallel decoding it attends both ways, or OFT loses half its successes."""
-    return LlamaModel(
-        LlamaConfig(
+    return transformers.LlamaModel(
+        transformers.LlamaConfig(
             vocab_size=config.vocab_size,
             hidden_size=config.llm_width,
             intermediate_size=config.llm_mlp,
@@ -166,7 +158,12 @@ def build_llm(config: OpenVLAOFTConfig) -> LlamaModel:
 
 
 def run_trunk(
-    llm: LlamaModel, x_BQD: Tensor, mask_BS: Tensor | None, *, causal: bool, cache: Cache | None = None
+    llm: transformers.LlamaModel,
+    x_BQD: Tensor,
+    mask_BS: Tensor | None,
+    *,
+    causal: bool,
+    cache: transformers.Cache | None = None,
 ) -> Tensor:
     """Run the layers and the final norm over further positions: ``[B, Q, D]`` final hidden states.
 

@@ -17,23 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
-from asyncrl.simulators.interface import (
-    Demonstrator,
-    Flaws,
-    SimStart,
-    SimulatorSpec,
-    check_settings,
-    hand_pose,
-)
+from asyncrl.simulators import interface
+from asyncrl.simulators.maniskill import tasks
 from asyncrl.simulators.maniskill.expert import EXPERTS, SceneView, axis_angle
-from asyncrl.simulators.maniskill.tasks import (
-    TASKS,
-    ManiSkillTask,
-    load_maniskill,
-    make_environment,
-    renderer,
-    reward_mode,
-)
 from asyncrl.simulators.one_by_one import OneByOne, Outcome
 
 IMAGE_SIZE: Final = 128  # Default side of the pictures: ManiSkill's own.
@@ -94,15 +80,15 @@ class ManiSkillSettings:
     objects: Literal["train", "test", "all"] = "train"
     """Set of objects that tasks with published policies draw from."""
 
-    def check(self, name: str, task: ManiSkillTask) -> None:
+    def check(self, name: str, task: tasks.ManiSkillTask) -> None:
         """Refuse unknown values, and what the task does not have."""
-        check_settings(self)
+        interface.check_settings(self)
         if self.wrist and not task.wrist:
             raise ConfigError(
                 f"--simulator-settings wrist=true: the robot of {name} has no camera on its hand."
             )
         if self.reward == "shaped" and not task.grasped:
-            graspable = ", ".join(f"maniskill_{other}" for other, its in TASKS.items() if its.grasped)
+            graspable = ", ".join(f"maniskill_{other}" for other, its in tasks.TASKS.items() if its.grasped)
             raise ConfigError(
                 f"--simulator-settings reward=shaped pays for grasping, but {name} does not say what is "
                 f"grasped. Use reward=dense, or one of: {graspable}."
@@ -121,7 +107,7 @@ class ManiSkillPlace:
     def __init__(
         self,
         env: Any,
-        task: ManiSkillTask,
+        task: tasks.ManiSkillTask,
         settings: ManiSkillSettings,
         size: int,
         signs: NDArray[np.float64],
@@ -135,7 +121,7 @@ class ManiSkillPlace:
         self._shown: Any = None  # Newest observation that the environment drew itself.
         self._shaped = GraspReward()
 
-    def reset(self, start: SimStart) -> str:
+    def reset(self, start: interface.SimStart) -> str:
         """Begin the episode that belongs to a start; return its instruction."""
         if start.seed >= 2**32:
             raise ConfigError(f"{start.name}: ManiSkill's seeds end below {2**32}. Use a smaller --seed.")
@@ -196,7 +182,9 @@ class ManiSkillPlace:
         fingers = agent.robot.get_qpos()[0, -2:].cpu().numpy()
         low, high = agent.robot.get_qlimits()[0, -2:].cpu().numpy().T
         opened = ((fingers - low) / (high - low)).mean()
-        return hand_pose(position, np.roll(quaternion, -1), opened)  # ManiSkill has the real part first.
+        return interface.hand_pose(
+            position, np.roll(quaternion, -1), opened
+        )  # ManiSkill has the real part first.
 
     def close(self) -> None:
         """Free the simulation."""
@@ -214,7 +202,7 @@ class ManiSkill(OneByOne[ManiSkillPlace]):
     """
 
     name: ClassVar[str] = ""
-    task: ClassVar[ManiSkillTask]
+    task: ClassVar[tasks.ManiSkillTask]
     usual_places: ClassVar[int] = 4
     any_image_size: ClassVar[bool] = True
 
@@ -222,23 +210,23 @@ class ManiSkill(OneByOne[ManiSkillPlace]):
         task, chosen = self.task, ManiSkillSettings(**settings)
         chosen.check(self.name, task)
         size = image_size or (PUBLISHED_SIZE if task.published else IMAGE_SIZE)
-        gym = load_maniskill(self.name, task, chosen.module)
+        gym = tasks.load_maniskill(self.name, task, chosen.module)
         made_with: dict[str, Any] = {
-            "reward_mode": reward_mode(self.name, task.environment, chosen.reward),
+            "reward_mode": tasks.reward_mode(self.name, task.environment, chosen.reward),
             "control_mode": task.control,
             "sim_backend": "physx_cpu",
-            "render_backend": renderer(),
+            "render_backend": tasks.renderer(),
         }
         if task.published:  # Their picture has a size of its own, and the robot is cut out of it.
             made_with["obs_mode"] = "rgb+segmentation"
         else:
             made_with |= {"obs_mode": "none", "sensor_configs": {"width": size, "height": size}}
-        envs = [make_environment(gym, task.environment, made_with) for _ in range(places)]
+        envs = [tasks.make_environment(gym, task.environment, made_with) for _ in range(places)]
         low, high = _bounds(envs[0].single_action_space)
         ours = (chosen.convention or ("maniskill" if task.published else "asyncrl")) == "asyncrl"
         signs = _signs(task, len(low)) if ours else np.ones(len(low))
         made = [ManiSkillPlace(env, task, chosen, size, signs) for env in envs]
-        spec = SimulatorSpec(
+        spec = interface.SimulatorSpec(
             name=self.name,
             tasks=(task.instruction,) if task.instruction else (),
             trials=0,
@@ -260,22 +248,26 @@ class ManiSkillWithExpert(ManiSkill):
     """A task with a scripted expert."""
 
     def expert(
-        self, place: int, settings: Demonstrator, rng: np.random.Generator
+        self, place: int, settings: interface.Demonstrator, rng: np.random.Generator
     ) -> Callable[[], NDArray[np.float32]]:
         """Return the scripted expert of the task."""
         make, played = EXPERTS[self.name.removeprefix("maniskill_")], self.places[place]
-        act = make(SceneView(played.env), Flaws(settings, rng))
+        act = make(SceneView(played.env), interface.Flaws(settings, rng))
         turned = _signs(self.task, self.spec.action_dim) * played.signs  # The expert uses our convention.
         return lambda: (act() * turned).astype(np.float32)
 
 
 def _class_of(name: str) -> type[ManiSkill]:
     base = ManiSkillWithExpert if name in EXPERTS else ManiSkill
-    known = {"name": f"maniskill_{name}", "task": TASKS[name], "any_image_size": not TASKS[name].published}
+    known = {
+        "name": f"maniskill_{name}",
+        "task": tasks.TASKS[name],
+        "any_image_size": not tasks.TASKS[name].published,
+    }
     return cast("type[ManiSkill]", type(name, (base,), known))
 
 
-globals().update({name: _class_of(name) for name in TASKS})
+globals().update({name: _class_of(name) for name in tasks.TASKS})
 
 
 def _flag(info: dict[str, Any], key: str) -> bool:
@@ -288,7 +280,7 @@ def _bounds(space: Any) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     return low.astype(np.float64), high.astype(np.float64)
 
 
-def _signs(task: ManiSkillTask, width: int) -> NDArray[np.float64]:
+def _signs(task: tasks.ManiSkillTask, width: int) -> NDArray[np.float64]:
     if task.robot == "hand":
         return np.ones(width)
     rotation = 1.0 if task.published else -1.0
@@ -296,7 +288,7 @@ def _signs(task: ManiSkillTask, width: int) -> NDArray[np.float64]:
     return np.tile(one, width // len(one))
 
 
-def _idle(task: ManiSkillTask, width: int) -> NDArray[np.float64]:
+def _idle(task: tasks.ManiSkillTask, width: int) -> NDArray[np.float64]:
     idle = np.zeros(width)
     if task.robot == "gripper":
         idle[6::7] = 1.0

@@ -215,9 +215,7 @@ class EvacConfig(Typed):
         return self.image_size // self.autoencoder.spatial
 
 
-def estimate_slot(
-    config: EvacConfig, decisions: int, dtype: torch.dtype, *, guided: bool = False
-) -> SlotBytes:
+def estimate_slot(config: EvacConfig, decisions: int, dtype: torch.dtype) -> SlotBytes:
     """Estimate the device memory of slots, excluding the weights, from sizes alone."""
     size, frames = config.latent_size, 1 + CONTEXT + CHUNK * decisions
     remembered = frames * (config.autoencoder.channels * size**2 + POSE_DIM) * 4
@@ -229,7 +227,7 @@ def estimate_slot(
         for i, m in enumerate(config.unet.multipliers)
     )
     largest = config.autoencoder.widths[0] * config.image_size**2
-    scratch = dtype.itemsize * _WORKING * (config.history + CHUNK) * levels * (2 if guided else 1)
+    scratch = dtype.itemsize * _WORKING * (config.history + CHUNK) * levels
     return SlotBytes(kept=kept, scratch=scratch, shared=dtype.itemsize * _DRAWING * FRAMES_AT_ONCE * largest)
 
 

@@ -17,20 +17,16 @@ latent size, I image tokens, T tokens of an action, K their width.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.config.sections import ImaginationSettings
-from asyncrl.errors import ConfigError
 from asyncrl.worlds.evac.conditions import condition_channels
-from asyncrl.worlds.files import refuse
 
 LEVELS: Final = 1000
 DROPOUT: Final = 0.1  # Share of the training samples without tokens.
@@ -44,52 +40,6 @@ _ROUNDS: Final = 10
 
 
 # ---- sampling ------------------------------------------------------------------------------------
-
-_OWN: Final = {"guidance": 100.0, "guidance_rescale": 1.0, "eta": 1.0}
-"""Settings of ``[world.settings]``, and the largest value of each; none is below 0."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvacOptions:
-    """Settings of the sampler."""
-
-    steps: int = 0
-    """Network calls per decision; 0: the folder's number."""
-    guidance: float = 1.0
-    """Scale of classifier-free guidance; 1 disables it, as in RLinf, others cost twice as much."""
-    guidance_rescale: float = 0.7
-    """See `guided`."""
-    eta: float = 1.0
-    """Share of fresh noise in each step; 0: only the first noise counts."""
-
-    @classmethod
-    def from_settings(cls, settings: ImaginationSettings, own: Mapping[str, Any]) -> EvacOptions:
-        """Read the settings of a run; raises ConfigError for those that EVAC cannot follow."""
-        refuse(
-            {
-                "context is frames, but an EVAC world remembers the latents that it drew. Use auto or "
-                "latents.": settings.context == "frames",
-                "decoder is tiny, but EVAC's autoencoder has no distilled decoder. Use full.": (
-                    settings.decoder == "tiny"
-                ),
-                "precision is float8, but of an EVAC world's denoiser most are convolutions, which have no "
-                "8-bit products. Use stored or bf16.": settings.precision == "float8",
-                f"steps is {settings.steps}, but EVAC has {LEVELS} noise levels. Use 1 to {LEVELS}, or 0 for "
-                "the folder's number.": settings.steps > LEVELS,
-            }
-        )
-        for name, value in own.items():
-            if name not in _OWN:
-                raise ConfigError(
-                    f"--world-settings has {name}, which an EVAC world does not know. It takes "
-                    f"{', '.join(_OWN)}."
-                )
-            number = float(value) if type(value) in (int, float) else math.nan
-            if not 0 <= number <= _OWN[name]:
-                raise ConfigError(
-                    f"--world-settings {name} is {value!r}, expected a number from 0 to {_OWN[name]:g}."
-                )
-        return cls(steps=settings.steps, **{name: float(value) for name, value in own.items()})
 
 
 @lru_cache(maxsize=1)
@@ -127,8 +77,8 @@ def sampling_times(steps: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=32)
-def sampling_steps(steps: int, eta: float = 1.0) -> tuple[Step, ...]:
-    """Return the numbers of every step."""
+def sampling_steps(steps: int) -> tuple[Step, ...]:
+    """Return the numbers of every step; all noise is fresh in each (eta 1), as in RLinf."""
     times = sampling_times(steps)
     shares, scales = signal_shares(), signal_scales()
     table = []
@@ -136,7 +86,7 @@ def sampling_steps(steps: int, eta: float = 1.0) -> tuple[Step, ...]:
         now, then = shares[time], shares[following]
         rescale = scales[following] / scales[time]
         # At the end both levels may be the same one, and nothing is left to add.
-        spread = eta**2 * (1 - then) / (1 - now) * (1 - now / then)
+        spread = (1 - then) / (1 - now) * (1 - now / then)
         fresh = min(max(spread, 0.0), 1 - then)
         to_signal, to_noise = then**0.5, (1 - then - fresh) ** 0.5
         signal, noise = now**0.5, (1 - now) ** 0.5
@@ -149,19 +99,6 @@ def sampling_steps(steps: int, eta: float = 1.0) -> tuple[Step, ...]:
             )
         )
     return tuple(table)
-
-
-def guided(conditional: Tensor, unconditional: Tensor, scale: float, rescale: float) -> Tensor:
-    """Apply classifier-free guidance to velocities ``[B, ...]`` (arXiv 2207.12598).
-
-    Args:
-        rescale: In [0, 1], how far the spread of each row is brought back to that of `conditional` (arXiv
-            2305.08891, section 3.4).
-    """
-    pushed = unconditional + scale * (conditional - unconditional)
-    axes = tuple(range(1, conditional.ndim))
-    kept = pushed * (conditional.std(axes, keepdim=True) / pushed.std(axes, keepdim=True).clamp(min=1e-12))
-    return rescale * kept + (1 - rescale) * pushed
 
 
 # ---- seeded draws --------------------------------------------------------------------------------
@@ -231,7 +168,8 @@ def normal_noise(
 # history is noised a little while its time is 0, so that the imperfect frames of an imagined episode do not
 # make the network drift (EnerVerse-AC, arXiv 2505.09723): a frame gets level (1 - cos(a)) * 1000 / d with a
 # uniform in 0..pi/2 for each frame and d a whole number of 3 to 20 for each sample, older frames the noisier
-# ones. The condition image is taken from the noised frames. Samples without tokens are needed for guidance.
+# ones. The condition image is taken from the noised frames. Samples without
+# tokens keep a network fit for guidance in other samplers, as published.
 
 
 class Draws(NamedTuple):
@@ -244,7 +182,7 @@ class Draws(NamedTuple):
     told: Tensor  # [B] float32: 0 for a sample without tokens, else 1.
 
 
-def draw(generator: torch.Generator, new: torch.Size, remembered: int, *, dropout: float = DROPOUT) -> Draws:
+def draw(generator: torch.Generator, new: torch.Size, remembered: int) -> Draws:
     """Draw the random numbers of a batch of ``[B, C, Z, h, w]`` new and ``P`` remembered frames."""
     batch, _, *frame = new
     levels = torch.randint(0, LEVELS, (batch,), generator=generator)
@@ -257,7 +195,7 @@ def draw(generator: torch.Generator, new: torch.Size, remembered: int, *, dropou
         noise=noise,
         history_levels=history_levels.sort(dim=1, descending=True).values,
         history_noise=torch.randn(batch, remembered, *frame, generator=generator),
-        told=(torch.rand(batch, generator=generator) >= dropout).float(),
+        told=(torch.rand(batch, generator=generator) >= DROPOUT).float(),
     )
 
 
@@ -296,7 +234,6 @@ def chunk_loss(
     fps: Tensor,
     domain: Tensor,
     draws: Draws,
-    history_noise: bool = True,
 ) -> Tensor:
     """Compute the mean squared error ``[]`` of the new frames' velocity.
 
@@ -306,8 +243,7 @@ def chunk_loss(
     device, remembered = new_BCZhw.device, history_BPZhw.shape[1]
     levels_BC = draws.levels[:, None].expand(-1, new_BCZhw.shape[1])
     noise = draws.noise.to(device)
-    if history_noise:
-        history_BPZhw = noised(history_BPZhw, draws.history_levels, draws.history_noise.to(device))
+    history_BPZhw = noised(history_BPZhw, draws.history_levels, draws.history_noise.to(device))
     latents = torch.cat([history_BPZhw, noised(new_BCZhw, levels_BC, noise)], dim=1).transpose(1, 2)
     window = torch.cat([latents, condition_channels(history_BPZhw, maps_BCZhw, rays_6hw)], dim=1)
     times_BF = torch.cat([torch.zeros_like(draws.history_levels), levels_BC], dim=1).to(device)

@@ -24,22 +24,12 @@ from asyncrl.errors import CheckpointError
 from asyncrl.records import ACTION_DIM, CHUNK, POSE_DIM, SlotBytes
 from asyncrl.storage.tensor_files import TensorFiles, check_shapes, write_tensors
 from asyncrl.storage.untrusted import files_in
+from asyncrl.worlds import files as world_files
 from asyncrl.worlds.evac import conditions
 from asyncrl.worlds.evac.conditions import EvacConfig, EvacNetworks
-from asyncrl.worlds.evac.ddim import EvacOptions
+from asyncrl.worlds.evac.ddim import LEVELS
 from asyncrl.worlds.evac.poses import Camera, MotionStatistics
 from asyncrl.worlds.evac.unet import UNetConfig
-from asyncrl.worlds.files import (
-    ABOUT,
-    AS_SAVED,
-    EVAC_MARK,
-    EVAC_SUFFIXES,
-    NO_SETTINGS,
-    WorldFolder,
-    count_blocks,
-    read_about,
-    renamed,
-)
 from asyncrl.worlds.layers import FrameVaeConfig
 
 KIND: Final = "evac"
@@ -113,9 +103,9 @@ _SQUARE: Final = re.compile(r"\.mid\.attn_1\.(q|k|v|proj_out)\.weight$")
 def published_name(part: str, name: str, levels: int) -> str:
     """Map the name of a network's tensor to the published one, without prefix; `levels` of the decoder."""
     if part == "autoencoder":
-        turned = renamed(name, _AUTOENCODER_NAMES)
+        turned = world_files.renamed(name, _AUTOENCODER_NAMES)
         return re.sub(r"\.up\.(\d+)\.", lambda match: f".up.{levels - 1 - int(match[1])}.", turned)
-    return renamed(name, _IMAGE_ENCODER_NAMES) if part == "image_encoder" else name
+    return world_files.renamed(name, _IMAGE_ENCODER_NAMES) if part == "image_encoder" else name
 
 
 def grouped(part: str, state: Mapping[str, Tensor], levels: int) -> dict[str, list[tuple[str, Tensor]]]:
@@ -149,17 +139,16 @@ def published_tensors(networks: EvacNetworks) -> dict[str, dict[str, Tensor]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvacFiles(WorldFolder):
+class EvacFiles(world_files.WorldFolder):
     """An EVAC world on disk without its weights."""
 
     label: str  # Name of the files in errors.
     config: EvacConfig
     tensors: Mapping[str, TensorFiles]  # By published name; all but those that nothing reads.
-    options: EvacOptions
 
     def slot_bytes(self, decisions: int = 0) -> SlotBytes:
         """See `WorldFolder.slot_bytes`; a slot remembers its whole episode."""
-        return conditions.estimate_slot(self.config, decisions, self.dtype, guided=self.options.guidance != 1)
+        return conditions.estimate_slot(self.config, decisions, self.dtype)
 
     def _build(self) -> EvacNetworks:
         with torch.device("meta"):
@@ -201,28 +190,45 @@ def _shapes(tensors: Mapping[str, TensorFiles]) -> dict[str, torch.Size]:
     return {name: torch.Size(files.spec(name).shape) for name, files in tensors.items()}
 
 
-def open_evac(
-    folder: Path, settings: ImaginationSettings = AS_SAVED, own: Mapping[str, Any] = NO_SETTINGS
-) -> EvacFiles:
+def open_evac(folder: Path, settings: ImaginationSettings = world_files.AS_SAVED) -> EvacFiles:
     """See `FolderWorld.files`."""
-    options = EvacOptions.from_settings(settings, own)
+    world_files.refuse(
+        {
+            "context is frames, but an EVAC world remembers the latents that it drew. Use auto or latents.": (
+                settings.context == "frames"
+            ),
+            "decoder is tiny, but EVAC's autoencoder has no distilled decoder. Use full.": (
+                settings.decoder == "tiny"
+            ),
+            "precision is float8, but of an EVAC world's denoiser most are convolutions, which have no 8-bit "
+            "products. Use stored or bf16.": settings.precision == "float8",
+            f"steps is {settings.steps}, but EVAC has {LEVELS} noise levels. Use 1 to {LEVELS}, or 0 for the "
+            "folder's number.": settings.steps > LEVELS,
+        }
+    )
     label, tensors = _find_tensors(folder)
-    if not tensors and not (folder / ABOUT).is_file():
+    if not tensors and not (folder / world_files.ABOUT).is_file():
         raise CheckpointError(
             f"{folder} holds no EVAC world: neither a world.json of kind {KIND!r} nor a checkpoint (*.ckpt, "
-            f"*.pt) with tensor {EVAC_MARK}."
+            f"*.pt) with tensor {world_files.EVAC_MARK}."
         )
-    about = read_about(folder, KIND, published=bool(tensors))
+    about = world_files.read_about(folder, KIND, published=bool(tensors))
     if not tensors:
         raise CheckpointError(f"{folder / file_name('unet')} is missing. Save the world again.")
     if about and (absent := [name for name in (*_FACTS, *_OTHER_FACTS) if name not in about]):
-        raise CheckpointError(f"{folder / ABOUT} is incomplete (no {absent[0]}). Save the world again.")
+        raise CheckpointError(
+            f"{folder / world_files.ABOUT} is incomplete (no {absent[0]}). Save the world again."
+        )
     try:
         config = read_config(_shapes(tensors), about)
     except KeyError as error:
         raise CheckpointError(f"{label} lacks tensor {error.args[0]}. Download it again.") from error
     except (ValueError, TypeError, AttributeError, IndexError, ZeroDivisionError) as error:
-        place = f"{folder / ABOUT} is incomplete or impossible" if about else f"{label} holds no EVAC world"
+        place = (
+            f"{folder / world_files.ABOUT} is incomplete or impossible"
+            if about
+            else f"{label} holds no EVAC world"
+        )
         raise CheckpointError(f"{place} ({error}). Save or download it again.") from error
     queries = config.image_resampler.queries
     if not about and queries != _TOKENS_PER_FRAME * CHUNK:
@@ -241,7 +247,6 @@ def open_evac(
         label=label,
         config=config,
         tensors=tensors,
-        options=options,
     )
 
 
@@ -272,7 +277,7 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
 def _find_tensors(folder: Path) -> tuple[str, dict[str, TensorFiles]]:
     """Return the name of a world's main file, and its tensors' files by published name; none without one."""
     files, errors = _open_files(folder)
-    main = [path for path, held in files.items() if EVAC_MARK in held.names()]
+    main = [path for path, held in files.items() if world_files.EVAC_MARK in held.names()]
     if not main:
         if errors:  # Perhaps it is the one that cannot be read.
             raise errors[0]
@@ -305,7 +310,7 @@ def _find_tensors(folder: Path) -> tuple[str, dict[str, TensorFiles]]:
 def _open_files(folder: Path) -> tuple[dict[Path, TensorFiles], list[CheckpointError]]:
     files, errors = dict[Path, TensorFiles](), list[CheckpointError]()
     own = {file_name(part): prefix for part, prefix in PREFIXES.items()}
-    for path in files_in(folder, *EVAC_SUFFIXES):
+    for path in files_in(folder, *world_files.EVAC_SUFFIXES):
         prefix = own.get(path.name, "")
         try:
             files[path] = TensorFiles(path, rename=lambda n, prefix=prefix: prefix + n.removeprefix(_WRAPPED))
@@ -378,7 +383,7 @@ def _as_tuples(facts: Mapping[str, Any]) -> dict[str, Any]:
 def _unet_size(shapes: _Sizes, facts: Mapping[str, Any]) -> UNetConfig:
     channels, inputs = shapes["input_blocks.0.0.weight"][:2]
     level, blocks, multipliers, attention = 0, [0], [1], set[int]()
-    for number in range(1, count_blocks(r"input_blocks\.(\d+)\.", shapes)):
+    for number in range(1, world_files.count_blocks(r"input_blocks\.(\d+)\.", shapes)):
         if f"input_blocks.{number}.0.op.weight" in shapes:
             level, blocks, multipliers = level + 1, [*blocks, 0], [*multipliers, 1]
             continue
@@ -403,10 +408,10 @@ def _unet_size(shapes: _Sizes, facts: Mapping[str, Any]) -> UNetConfig:
 
 
 def _autoencoder_size(shapes: _Sizes, facts: Mapping[str, Any]) -> FrameVaeConfig:
-    levels = range(count_blocks(r"encoder\.down\.(\d+)\.", shapes))
+    levels = range(world_files.count_blocks(r"encoder\.down\.(\d+)\.", shapes))
     return FrameVaeConfig(
         widths=tuple(shapes[f"encoder.down.{i}.block.0.conv1.weight"][0] for i in levels),
-        layers_per_block=count_blocks(r"encoder\.down\.0\.block\.(\d+)\.", shapes),
+        layers_per_block=world_files.count_blocks(r"encoder\.down\.0\.block\.(\d+)\.", shapes),
         channels=shapes["post_quant_conv.weight"][0],
         **{"scale": _SCALE, **facts},
     )
@@ -416,7 +421,7 @@ def _image_encoder_size(shapes: _Sizes, facts: Mapping[str, Any]) -> conditions.
     width, _, patch, _ = shapes["conv1.weight"]
     return conditions.ImageEncoderConfig(
         width=width,
-        layers=count_blocks(r"transformer\.resblocks\.(\d+)\.", shapes),
+        layers=world_files.count_blocks(r"transformer\.resblocks\.(\d+)\.", shapes),
         heads=facts.get("heads", width // _IMAGE_HEAD_DIM),
         mlp=shapes["transformer.resblocks.0.mlp.c_fc.weight"][0],
         patch=patch,
@@ -431,7 +436,7 @@ def _resampler_size(shapes: _Sizes, facts: Mapping[str, Any]) -> conditions.Resa
         inputs=shapes["proj_in.weight"][1],
         queries=queries,
         width=width,
-        depth=count_blocks(r"layers\.(\d+)\.", shapes),
+        depth=world_files.count_blocks(r"layers\.(\d+)\.", shapes),
         heads=shapes["layers.0.0.to_q.weight"][0] // head_dim,
         head_dim=head_dim,
     )

@@ -35,7 +35,7 @@ from asyncrl.worlds.evac.conditions import (
     action_tokens,
     condition_channels,
 )
-from asyncrl.worlds.evac.ddim import EvacOptions, normal_noise, normal_words
+from asyncrl.worlds.evac.ddim import normal_noise, normal_words
 from asyncrl.worlds.evac.files import EvacFiles
 from asyncrl.worlds.files import FolderWorld, write_about
 from asyncrl.worlds.slots import TensorState, finite_rows, open_each_once
@@ -137,16 +137,15 @@ class EvacWorld(FolderWorld):
         networks: EvacNetworks,
         config: EvacConfig,
         *,
-        options: EvacOptions | None = None,
+        steps: int = 0,
         version: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
         self.networks = networks
         self.config = config
-        self.options = options or EvacOptions()
         self.version = version
         self.image_size = config.image_size
-        self.steps = ddim.sampling_steps(self.options.steps or config.schedule_steps, self.options.eta)
+        self.steps = ddim.sampling_steps(steps or config.schedule_steps)
         self._geometry = Geometry(config)
         self._velocity: Callable[..., Tensor] = networks.unet
         self._noise: Callable[..., Tensor] = normal_noise
@@ -160,8 +159,8 @@ class EvacWorld(FolderWorld):
     @classmethod
     def from_files(cls, files: EvacFiles, device: torch.device, dtype: torch.dtype | None = None) -> Self:
         """See `FolderWorld.from_files`."""
-        networks = files.load(device, dtype)
-        return cls(networks, files.config, options=files.options, version=files.version, device=device)
+        networks, steps = files.load(device, dtype), files.settings.steps
+        return cls(networks, files.config, steps=steps, version=files.version, device=device)
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the six networks by name."""
@@ -266,30 +265,20 @@ class EvacWorld(FolderWorld):
         draws = self._constants[3]
         x_BZChw = self._noise(seeds_B2, draws[0], shape)
         for number, step in enumerate(self.steps):
-            velocity = self._guided_velocity(conditions, x_BZChw, step.time)
+            velocity = self._predict(conditions, x_BZChw, step.time)
             x_BZChw = step.x_factor * x_BZChw + step.v_factor * velocity
             if step.fresh > 0:
                 x_BZChw = x_BZChw + step.fresh * self._noise(seeds_B2, draws[number + 1], shape)
         return x_BZChw
 
-    def _guided_velocity(self, conditions: Conditions, x_BZChw: Tensor, time: int) -> Tensor:
+    def _predict(self, conditions: Conditions, x_BZChw: Tensor, time: int) -> Tensor:
         # The history is put in front at every step, so it stays clean; its time is 0.
         is_new, fps, domain, _ = self._constants
         window = torch.cat([torch.cat([conditions.history, x_BZChw], dim=2), conditions.channels], dim=1)
-        image, actions, options = conditions.image, conditions.actions, self.options
-        if options.guidance != 1:
-            # Without conditions: all tokens are zero, as where training leaves them out.
-            window = torch.cat([window, window])
-            image = torch.cat([image, torch.zeros_like(image)])
-            actions = torch.cat([actions, torch.zeros_like(actions)])
-        rows = len(window)
-        velocity = self._velocity(
-            window, (is_new * time).expand(rows, -1), image, actions, fps.expand(rows), domain.expand(rows)
-        )[:, :, self.config.history :].float()
-        if options.guidance != 1:
-            conditional, unconditional = velocity.chunk(2)
-            return ddim.guided(conditional, unconditional, options.guidance, options.guidance_rescale)
-        return velocity
+        rows, tokens = len(window), (conditions.image, conditions.actions)
+        times = (is_new * time).expand(rows, -1)
+        velocity = self._velocity(window, times, *tokens, fps.expand(rows), domain.expand(rows))
+        return velocity[:, :, self.config.history :].float()
 
 
 def save_world(folder: Path, world: EvacWorld) -> None:

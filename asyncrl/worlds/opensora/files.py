@@ -24,19 +24,7 @@ from asyncrl.errors import CheckpointError
 from asyncrl.records import ACTION_DIM, CHUNK, Bounds, SlotBytes
 from asyncrl.storage.atomic import read_json, write_json
 from asyncrl.storage.tensor_files import TensorFiles, header_names
-from asyncrl.worlds.files import (
-    AS_SAVED,
-    NO_SETTINGS,
-    OPENSORA_MARKS,
-    LatentWorldFolder,
-    count_blocks,
-    lacks_opensora,
-    read_about,
-    refuse,
-    refuse_own_settings,
-    shape_of,
-    transformer_files,
-)
+from asyncrl.worlds import files as world_files
 from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
 from asyncrl.worlds.opensora.stdit3 import CONDITION, UNUSED, STDiT3, STDiT3Config
 
@@ -73,7 +61,7 @@ def ends_on(bounds: Bounds, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenSoraFiles(LatentWorldFolder):
+class OpenSoraFiles(world_files.LatentWorldFolder):
     """An OpenSora world on disk without its weights; of its transformer, the tensors that it uses."""
 
     NETWORKS = (STDiT3, FrameVae)
@@ -102,12 +90,9 @@ def slot_bytes(size: STDiT3Config, vae: FrameVaeConfig, image_size: int, dtype: 
     return SlotBytes(kept=2 * state, scratch=prefix + block + pixels, shared=drawing)
 
 
-def open_world(
-    folder: Path, settings: ImaginationSettings = AS_SAVED, own: Mapping[str, Any] = NO_SETTINGS
-) -> OpenSoraFiles:
+def open_world(folder: Path, settings: ImaginationSettings = world_files.AS_SAVED) -> OpenSoraFiles:
     """See `FolderWorld.files`."""
-    refuse_own_settings(own, "an OpenSora world")
-    refuse(
+    world_files.refuse(
         {
             "context is frames, but an OpenSora world remembers its last four frames as latents, as "
             "published: it has no other way. Use --imagination.context latents, or auto.": (
@@ -117,12 +102,12 @@ def open_world(
             "--imagination.decoder full.": settings.decoder == "tiny",
         }
     )
-    about = read_about(folder, KIND, published=not lacks_opensora(folder))
-    transformer = transformer_files(folder, _OWN)
+    about = world_files.read_about(folder, KIND, published=not world_files.lacks_opensora(folder))
+    transformer = world_files.transformer_files(folder, _OWN)
     if transformer is None:
         raise CheckpointError(
             f"{folder} holds no transformer of an OpenSora world: no safetensors file in it has tensors "
-            f"{', '.join(OPENSORA_MARKS)}. Download the folder again (RLinf-OpenSora-LIBERO-*)."
+            f"{', '.join(world_files.OPENSORA_MARKS)}. Download the folder again (RLinf-OpenSora-LIBERO-*)."
         )
     size = recognise_transformer(transformer, about)
     vae, vae_size = recognise_vae(folder, about)
@@ -162,7 +147,7 @@ def recognise_transformer(files: TensorFiles, about: Mapping[str, Any]) -> STDiT
             "OpenSora-STDiT-v3 that videos are made with. Use a world (RLinf-OpenSora-LIBERO-*)."
         )
 
-    shape = partial(shape_of, files, "STDiT3")
+    shape = partial(world_files.shape_of, files, "STDiT3")
     numbers = shape("action_embedder.fc.0.weight", 2)[1]
     if numbers != ACTION_DIM and not about:
         raise CheckpointError(
@@ -173,7 +158,7 @@ def recognise_transformer(files: TensorFiles, about: Mapping[str, Any]) -> STDiT
     inner = shape("spatial_blocks.0.mlp.fc1.weight", 2)[0]
     try:
         return STDiT3Config(
-            depth=count_blocks(r"(?:spatial|temporal)_blocks\.(\d+)\.", shapes),
+            depth=world_files.count_blocks(r"(?:spatial|temporal)_blocks\.(\d+)\.", shapes),
             width=width,
             heads=width // head_dim if head_dim else 0,
             channels=channels,

@@ -31,18 +31,7 @@ from asyncrl.records import CHUNK, ActionSpec, Bounds, StartState
 from asyncrl.storage.tensor_files import write_tensors
 from asyncrl.worlds.files import FolderWorld, write_about
 from asyncrl.worlds.layers import FrameVae
-from asyncrl.worlds.opensora.files import (
-    KIND,
-    STEPS,
-    TRANSFORMER,
-    VAE,
-    VAE_FILE,
-    OpenSoraFiles,
-    ends_on,
-    open_world,
-    write_action_range,
-    write_vae_config,
-)
+from asyncrl.worlds.opensora import files as opensora_files
 from asyncrl.worlds.opensora.stdit3 import CONDITION, CONDITION_TIME, STDiT3
 from asyncrl.worlds.slots import TensorState, draw_noise, finite_rows, open_each_once
 from asyncrl.worlds.start_states import check_beginnings
@@ -60,7 +49,7 @@ class OpenSoraState(TensorState):
 class OpenSoraWorld(FolderWorld):
     """Imagines frames with an action-conditioned STDiT3 and a frame autoencoder."""
 
-    files = staticmethod(open_world)
+    files = staticmethod(opensora_files.open_world)
 
     def __init__(
         self,
@@ -69,7 +58,7 @@ class OpenSoraWorld(FolderWorld):
         action_range: Bounds,
         *,
         image_size: int,
-        schedule_steps: int = STEPS,
+        schedule_steps: int = opensora_files.STEPS,
         version: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -84,7 +73,9 @@ class OpenSoraWorld(FolderWorld):
         sampling_times(schedule_steps)  # refuses 0 steps here and not at the first decision
 
     @classmethod
-    def from_files(cls, files: OpenSoraFiles, device: torch.device, dtype: torch.dtype | None = None) -> Self:
+    def from_files(
+        cls, files: opensora_files.OpenSoraFiles, device: torch.device, dtype: torch.dtype | None = None
+    ) -> Self:
         """See `FolderWorld.from_files`."""
         transformer, vae = files.load(device, dtype)
         vae.use_channels_last()
@@ -110,7 +101,7 @@ class OpenSoraWorld(FolderWorld):
     def to(self, device: torch.device | str) -> Self:
         """Move the weights to `device` and return this world."""
         super().to(device)
-        self._low_A, self._high_A = ends_on(self.action_range, self.device)
+        self._low_A, self._high_A = opensora_files.ends_on(self.action_range, self.device)
         return self
 
     def compile(self, rows: int) -> OpenSoraWorld:
@@ -198,8 +189,6 @@ def window_loss(
     latents_BZFhw: Tensor,
     actions_BCA: Tensor,
     generator: torch.Generator,
-    *,
-    condition_noise: bool = True,
 ) -> Tensor:
     """Compute the mean squared error ``[]`` of ``clean - noise`` of the new frames from clean windows."""
     clean = latents_BZFhw.float()
@@ -208,8 +197,7 @@ def window_loss(
     times_B = (NOISE_TIME * torch.randn(clean.shape[0], generator=generator).sigmoid()).to(device)
     noise = torch.randn(clean.shape, generator=generator).to(device)
     given, new = clean[:, :, :CONDITION], clean[:, :, CONDITION:]
-    if condition_noise:
-        given = mix(given, noise[:, :, :CONDITION], torch.full_like(times_B, CONDITION_TIME))
+    given = mix(given, noise[:, :, :CONDITION], torch.full_like(times_B, CONDITION_TIME))
     window = torch.cat([given, mix(new, noise[:, :, CONDITION:], times_B)], dim=2)
     velocity = transformer(window, times_B, actions_BCA).float()
     error_B = (velocity - (new - noise[:, :, CONDITION:])).square().flatten(1).mean(1)
@@ -223,10 +211,10 @@ def normalise(actions_BCA: Tensor, low_A: Tensor, high_A: Tensor) -> Tensor:
 
 def save_world(folder: Path, world: OpenSoraWorld) -> None:
     """Write `world` so that `load_world` reads it; world.json comes last."""
-    (folder / VAE).mkdir(parents=True, exist_ok=True)
-    write_tensors(folder / TRANSFORMER, world.transformer.state_dict())
-    write_tensors(folder / VAE / VAE_FILE, world.vae.state_dict())
-    write_vae_config(folder, world.vae.size)
-    write_action_range(folder, world.action_range)
+    (folder / opensora_files.VAE).mkdir(parents=True, exist_ok=True)
+    write_tensors(folder / opensora_files.TRANSFORMER, world.transformer.state_dict())
+    write_tensors(folder / opensora_files.VAE / opensora_files.VAE_FILE, world.vae.state_dict())
+    opensora_files.write_vae_config(folder, world.vae.size)
+    opensora_files.write_action_range(folder, world.action_range)
     facts = {"image_size": world.image_size, "schedule_steps": world.schedule_steps}
-    write_about(folder, KIND, version=world.version, **facts)
+    write_about(folder, opensora_files.KIND, version=world.version, **facts)

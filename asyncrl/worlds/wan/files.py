@@ -22,21 +22,7 @@ from asyncrl.errors import CheckpointError
 from asyncrl.records import ACTION_DIM, CHUNK, SlotBytes
 from asyncrl.storage.atomic import copy_others, read_json, replacing, write_json
 from asyncrl.storage.tensor_files import TensorFiles, write_file
-from asyncrl.worlds.files import (
-    ABOUT,
-    AS_SAVED,
-    NO_SETTINGS,
-    OPENSORA_MARKS,
-    WAN_MARKS,
-    WAN_PREFIX,
-    LatentWorldFolder,
-    count_blocks,
-    read_about,
-    refuse_own_settings,
-    renamed,
-    shape_of,
-    transformer_files,
-)
+from asyncrl.worlds import files as world_files
 from asyncrl.worlds.wan.transformer import (
     FRAMES_PER_LATENT,
     ActionWanTransformer,
@@ -84,11 +70,11 @@ _VAE_NAMES: Final = (
 
 def vae_name(name: str) -> str:
     """Map a tensor name of ``Wan2.2_VAE.pth``, or of diffusers, to that of diffusers."""
-    return renamed(name, _VAE_NAMES)
+    return world_files.renamed(name, _VAE_NAMES)
 
 
 @dataclass(frozen=True, kw_only=True)
-class WanFiles(LatentWorldFolder):
+class WanFiles(world_files.LatentWorldFolder):
     """A Wan world on disk without its weights; tensors have diffusers' names."""
 
     NETWORKS = (ActionWanTransformer, WanVae)
@@ -163,14 +149,11 @@ def slot_bytes(vae: WanVae, image_size: int, context: Literal["frames", "latents
     return SlotBytes(kept=kept, scratch=TENSORS_AT_ONCE * largest)
 
 
-def open_world(
-    folder: Path, settings: ImaginationSettings = AS_SAVED, own: Mapping[str, Any] = NO_SETTINGS
-) -> WanFiles:
+def open_world(folder: Path, settings: ImaginationSettings = world_files.AS_SAVED) -> WanFiles:
     """See `FolderWorld.files`."""
-    refuse_own_settings(own, "a Wan world")
-    begins = [f"{prefix}{name}" for prefix in ("", WAN_PREFIX) for name in _OWN]
-    transformer = transformer_files(folder, begins, (WAN_TRANSFORMER, TRANSFORMER))
-    about = read_about(folder, KIND, published=transformer is not None)
+    begins = [f"{prefix}{name}" for prefix in ("", world_files.WAN_PREFIX) for name in _OWN]
+    transformer = world_files.transformer_files(folder, begins, (WAN_TRANSFORMER, TRANSFORMER))
+    about = world_files.read_about(folder, KIND, published=transformer is not None)
     if transformer is None:
         raise CheckpointError(f"{folder / TRANSFORMER} is missing. Save the world again.")
     vae_file = next((path for name in (WAN_VAE, VAE) if (path := folder / name).is_file()), None)
@@ -198,7 +181,9 @@ def open_world(
     except CheckpointError:
         raise
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"{folder / ABOUT} is incomplete ({error}). Save the world again.") from error
+        raise CheckpointError(
+            f"{folder / world_files.ABOUT} is incomplete ({error}). Save the world again."
+        ) from error
 
 
 def recognise_transformer(files: TensorFiles, about: Mapping[str, Any]) -> TransformerConfig:
@@ -206,10 +191,11 @@ def recognise_transformer(files: TensorFiles, about: Mapping[str, Any]) -> Trans
     shapes = files.shapes
     inputs = [shapes.get(f"action_mlp{n}.0.weight", (0,))[-1] for n in (1, 2)]
     numbers = inputs[0] if about else ACTION_DIM
-    marks = [transformer_name(mark) for mark in WAN_MARKS]
+    marks = [transformer_name(mark) for mark in world_files.WAN_MARKS]
     refused = {
-        "is OpenSora's (STDiT3), and not Wan's": OPENSORA_MARKS[0] in shapes,
-        f"is no Wan transformer (it lacks {' or '.join(WAN_MARKS)})": not shapes.keys() >= {*marks},
+        "is OpenSora's (STDiT3), and not Wan's": world_files.OPENSORA_MARKS[0] in shapes,
+        f"is no Wan transformer (it lacks {' or '.join(world_files.WAN_MARKS)})": not shapes.keys()
+        >= {*marks},
         "takes no actions (no action_mlp1, no action_mlp2): a Wan2.2-TI2V-5B as its makers published it": (
             not any(inputs)
         ),
@@ -226,7 +212,7 @@ def recognise_transformer(files: TensorFiles, about: Mapping[str, Any]) -> Trans
             "the modulation (TI2V2): the model-00001.safetensors of RLinf-Wan-LIBERO-Spatial, -Object or "
             "-Goal."
         )
-    shape = partial(shape_of, files, "Wan model")
+    shape = partial(world_files.shape_of, files, "Wan model")
     width, channels, _, patch, _ = shape("patch_embedding.weight", 5)
     head_dim = about["head_dim"] if about else HEAD_DIM
     if head_dim < 1 or width % head_dim:
@@ -234,7 +220,7 @@ def recognise_transformer(files: TensorFiles, about: Mapping[str, Any]) -> Trans
     return TransformerConfig(
         heads=width // head_dim,
         head_dim=head_dim,
-        layers=count_blocks(r"blocks\.(\d+)\.", shapes),
+        layers=world_files.count_blocks(r"blocks\.(\d+)\.", shapes),
         ffn_dim=shape("blocks.0.ffn.net.0.proj.weight", 2)[0],
         channels=channels,
         patch=patch,
@@ -246,7 +232,7 @@ def recognise_transformer(files: TensorFiles, about: Mapping[str, Any]) -> Trans
 
 def recognise_vae(files: TensorFiles, about: Mapping[str, Any]) -> VaeConfig:
     """Return the size of the autoencoder in `files`, by diffusers' names."""
-    shape, published = partial(shape_of, files, "Wan model"), VaeConfig.full()
+    shape, published = partial(world_files.shape_of, files, "Wan model"), VaeConfig.full()
     z_dim = shape("post_quant_conv.weight", 5)[0]
     mean, std = published.latents_mean, published.latents_std
     if about:
@@ -262,7 +248,7 @@ def recognise_vae(files: TensorFiles, about: Mapping[str, Any]) -> VaeConfig:
         z_dim=z_dim,
         base_dim=shape("encoder.conv_in.weight", 5)[0],
         decoder_base_dim=shape("decoder.norm_out.gamma", 4)[0],
-        res_blocks=count_blocks(r"encoder\.down_blocks\.0\.resnets\.(\d+)\.", files.shapes),
+        res_blocks=world_files.count_blocks(r"encoder\.down_blocks\.0\.resnets\.(\d+)\.", files.shapes),
         latents_mean=mean,
         latents_std=std,
     )
@@ -280,8 +266,8 @@ def rewrite_world(source: Path, folder: Path, tensors: Mapping[str, Tensor], ver
             specs = {name: shard.spec(name) for name in shard.names()}
             new = ((name, tensors.get(transformer_name(name))) for name in specs)
             write_file(part / file.name, specs, ((n, shard.read(n) if t is None else t) for n, t in new))
-        if (part / ABOUT).is_file():
-            write_json(part / ABOUT, read_json(part / ABOUT) | {"version": version})
+        if (part / world_files.ABOUT).is_file():
+            write_json(part / world_files.ABOUT, read_json(part / world_files.ABOUT) | {"version": version})
 
 
 def convert_old(content: Mapping[str, Any], folder: Path) -> dict[str, Any]:

@@ -199,7 +199,7 @@ def test_a_published_world_draws_in_bfloat16(tmp_path: Path, small: EvacNetworks
     assert kinds.pop("pose_model") == torch.float32
     assert set(kinds.values()) == {torch.bfloat16}
     # At the published 256 pixels a CPU takes a minute or two in this type.
-    world = EvacWorld(world.networks, replace(world.config, image_size=64), options=world.options)
+    world = EvacWorld(world.networks, replace(world.config, image_size=64), steps=1)
     frames, state = world.imagine(world.start([start_state(1, size=64)], decisions=1), some_actions(1), [1])
     assert frames.shape == (1, 8, 64, 64, 3)
     assert state.finite.all()

@@ -34,7 +34,7 @@ def some_draws(seed: int = 1) -> Draws:
     return found._replace(levels=torch.tensor([0, 500, 999]), told=torch.tensor([1.0, 0.0, 1.0]))
 
 
-def slow_loss(unet: EvacUNet, given: dict[str, Tensor], draws: Draws, *, history_noise: bool) -> Tensor:
+def slow_loss(unet: EvacUNet, given: dict[str, Tensor], draws: Draws) -> Tensor:
     shares, scales = signal_shares(), signal_scales()
 
     def mixed(clean: Tensor, t: int, noise: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def slow_loss(unet: EvacUNet, given: dict[str, Tensor], draws: Draws, *, history
         for p in range(P):
             clean = given["history_BPZhw"][b, p]
             level = int(draws.history_levels[b, p])
-            seen.append(mixed(clean, level, draws.history_noise[b, p]) if history_noise else clean)
+            seen.append(mixed(clean, level, draws.history_noise[b, p]))
         frames = []
         for frame in seen:
             frames.append(
@@ -75,15 +75,14 @@ def slow_loss(unet: EvacUNet, given: dict[str, Tensor], draws: Draws, *, history
     return torch.stack(losses)
 
 
-@pytest.mark.parametrize("history_noise", [True, False])
-def test_loss_and_gradients_follow_the_formulas(history_noise: bool) -> None:
+def test_loss_and_gradients_follow_the_formulas() -> None:
     unet = randomised(EvacUNet(SIZE), 1)
     assert isinstance(unet, EvacUNet)
     given, draws = inputs(), some_draws()
     leaves = [given["image_BIK"].requires_grad_(), given["actions_BFTK"].requires_grad_()]
     leaves += [p for n, p in unet.named_parameters() if not n.endswith(("attn2.to_k.weight", "_tp.weight"))]
-    got = chunk_loss(unet, **given, draws=draws, history_noise=history_noise)
-    expected = slow_loss(unet, given, draws, history_noise=history_noise)
+    got = chunk_loss(unet, **given, draws=draws)
+    expected = slow_loss(unet, given, draws)
     torch.testing.assert_close(got, expected.mean(), atol=1e-5, rtol=1e-5)
     mine = torch.autograd.grad(got, leaves, allow_unused=True)
     theirs = torch.autograd.grad(expected.mean(), leaves, allow_unused=True)
@@ -97,7 +96,7 @@ def test_loss_and_gradients_follow_the_formulas(history_noise: bool) -> None:
 
 
 def test_noise_levels_of_the_history_follow_the_rule() -> None:
-    draws = draw(torch.Generator().manual_seed(0), torch.Size((4000, 1, 1, 1, 1)), 4, dropout=0.1)
+    draws = draw(torch.Generator().manual_seed(0), torch.Size((4000, 1, 1, 1, 1)), 4)
     levels = draws.history_levels.double()
     assert (levels[:, :-1] >= levels[:, 1:]).all()  # the older the noisier
     assert levels.min() >= 0

@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import ConfigError
 from asyncrl.records import StartState
 from asyncrl.worlds.evac.conditions import estimate_slot
 from asyncrl.worlds.evac.ddim import normal_noise, sampling_times, seed_words, signal_scales, signal_shares
 from asyncrl.worlds.evac.unet import EvacUNet
-from asyncrl.worlds.evac.world import EvacOptions, EvacWorld
+from asyncrl.worlds.evac.world import EvacWorld
 from support.evac import PUBLISHED, some_actions, start_state, tiny_config, tiny_networks
 from support.looks import Looks
 
@@ -25,10 +24,6 @@ CONFIG = tiny_config()
 @pytest.fixture(scope="module")
 def world() -> EvacWorld:
     return EvacWorld(tiny_networks(CONFIG), CONFIG, version=3)
-
-
-def with_options(world: EvacWorld, **options: float) -> EvacWorld:
-    return EvacWorld(world.networks, world.config, options=EvacOptions(**options))  # type: ignore[arg-type]
 
 
 class Slow:
@@ -51,7 +46,7 @@ class Slow:
         return self.net.action_resampler(motion)[0]
 
     def decide(self, actions: Tensor, seed: int) -> Tensor:
-        n, options = len(self.latents), self.world.options
+        n = len(self.latents)
         kept = [0, 0, 0, *range(n)]  # the first frame four times
         known = [kept[len(kept) * i // 3] for i in range(3)] + [n - 1]
         poses = list(self.poses)
@@ -69,19 +64,12 @@ class Slow:
         image_IK = self.net.image_resampler(self.net.image_encoder(self.first[None]))[0]
         words = torch.from_numpy(seed_words([seed]))
         x = normal_noise(words, 0, (4, 8, 4, 4))[0]
-        steps = options.steps or self.config.schedule_steps
-        times = [*sampling_times(steps), 0]
+        times = [*sampling_times(len(self.world.steps)), 0]
         for number, (t, s) in enumerate(pairwise(times)):
             frames = [self.latents[f] for f in known] + list(x.unbind(1))
             window = torch.stack([torch.cat([z, c]) for z, c in zip(frames, told, strict=True)], 1)
-
             v = self.velocity(window, t, image_IK, actions_FTK)
-            if options.guidance != 1:
-                untold = self.velocity(window, t, 0 * image_IK, 0 * actions_FTK)
-                pushed = untold + options.guidance * (v - untold)
-                r = options.guidance_rescale
-                v = r * pushed * v.std() / pushed.std() + (1 - r) * pushed
-            x = self.step(x, v, t, s, normal_noise(words, number + 1, (4, 8, 4, 4))[0], options.eta)
+            x = self.step(x, v, t, s, normal_noise(words, number + 1, (4, 8, 4, 4))[0])
         self.latents += list(x.unbind(1))
         self.poses = poses
         pictures = torch.stack([self.net.autoencoder.decode(z[None])[0] for z in x.unbind(1)])
@@ -94,20 +82,19 @@ class Slow:
         return self.net.unet(window[None], times, *told)[0][:, 4:]
 
     @staticmethod
-    def step(x: Tensor, v: Tensor, t: int, s: int, noise: Tensor, eta: float) -> Tensor:
+    def step(x: Tensor, v: Tensor, t: int, s: int, noise: Tensor) -> Tensor:
         a, b = signal_shares()[t], signal_shares()[s]
         signal = (math.sqrt(a) * x - math.sqrt(1 - a) * v) * signal_scales()[s] / signal_scales()[t]
         told = math.sqrt(a) * v + math.sqrt(1 - a) * x
-        variance = min(max(eta**2 * (1 - b) / (1 - a) * (1 - a / b), 0), 1 - b)
+        variance = min(max((1 - b) / (1 - a) * (1 - a / b), 0), 1 - b)
         kept = math.sqrt(1 - b - variance)
         return math.sqrt(b) * signal + kept * told + math.sqrt(variance) * noise
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"eta": 0.0, "steps": 2}, {"guidance": 3.0, "guidance_rescale": 0.7, "steps": 2}]
-)
-def test_decisions_are_what_the_parts_give_by_hand(world: EvacWorld, options: dict[str, Any]) -> None:
-    asked = with_options(world, **options)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_decisions_are_what_the_parts_give_by_hand(world: EvacWorld, steps: int) -> None:
+    asked = EvacWorld(world.networks, world.config, steps=steps)
+    assert len(asked.steps) == (steps or CONFIG.schedule_steps)
     starts = [start_state(1), start_state(2, context=4)]
     state = asked.start(starts, decisions=2)
     slow = [Slow(asked, start) for start in starts]
@@ -170,11 +157,6 @@ def test_a_decision_beyond_the_announced_number_is_an_error(world: EvacWorld) ->
         world.start([start_state(1)], decisions=0)
 
 
-def test_its_own_settings_are_read() -> None:
-    options = EvacOptions.from_settings(ImaginationSettings(steps=27), {"guidance": 7.5, "eta": 0})
-    assert options == EvacOptions(steps=27, guidance=7.5, eta=0.0)
-
-
 @pytest.mark.parametrize("wrong", [{"image_size": 24}, {"history": 1}, {"domain": 12}, {"schedule_steps": 0}])
 def test_sizes_that_do_not_fit_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"image_size|history"):
@@ -192,7 +174,4 @@ def test_a_slot_of_the_published_size_is_what_the_documentation_says() -> None:
 def test_the_estimate_of_a_slot_is_the_size_of_its_state(world: EvacWorld) -> None:
     state = world.start([start_state(1)], decisions=6)
     held = sum(t.nbytes for t in (state.history, state.poses, state.first))
-    slot = estimate_slot(CONFIG, 6, torch.float32)
-    assert slot.kept == 2 * held
-    guided = estimate_slot(CONFIG, 6, torch.float32, guided=True)
-    assert (guided.kept, guided.scratch, guided.shared) == (slot.kept, 2 * slot.scratch, slot.shared)
+    assert estimate_slot(CONFIG, 6, torch.float32).kept == 2 * held
