@@ -177,3 +177,9 @@ def test_what_a_kind_cannot_do_is_refused_with_the_flag_and_the_alternative(
         with pytest.raises(AsyncRLError, match=words) as raised:
             call()
         assert isinstance(raised.value, ConfigError | CheckpointError)
+
+
+def test_evacs_settings_of_earlier_versions_that_change_nothing_are_read(tmp_path: Path) -> None:
+    WORLDS["evac"](tmp_path / "world")
+    old = {"guidance": 1.0, "guidance_rescale": 0.7, "eta": 1.0}
+    registry.resolve("world", "evac").check(tmp_path / "world", ImaginationSettings(), **old)
