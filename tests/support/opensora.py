@@ -63,7 +63,7 @@ def export_opensora(folder: Path, world: OpenSoraWorld, *, shard_bytes: int | No
     """Write a world as RLinf-OpenSora-LIBERO-* has it: bfloat16 shards and an index, or one file."""
     folder.mkdir(parents=True)
     tensors = {n: t.to(torch.bfloat16) for n, t in world.transformer.state_dict().items()}
-    tensors |= {name: torch.full((2,), float("nan")).bfloat16() for name in UNUSED_NAMES}
+    tensors |= {name: torch.full((2,), 3e38).bfloat16() for name in UNUSED_NAMES}
     if shard_bytes is None:
         save_file(tensors, folder / "model-00001.safetensors")
     else:
