@@ -22,14 +22,14 @@ CEILINGS = {
     "learner": (3270, 16),
     "messaging": (990, 6),
     "observability": (2485, 12),
-    "policies": (2926, 13),
+    "policies": (2920, 13),
     "replay": (4039, 18),
     "replay_tools": (1406, 8),
     "rewards": (563, 4),
     "simulators": (4023, 21),
     "storage": (2336, 10),
     "weights": (2158, 11),
-    "worlds": (5532, 24),
+    "worlds": (5430, 24),
 }
 """Package (empty: the top level) -> most lines and modules."""
 MOST_TEST_LINES = 47_300
