@@ -72,47 +72,44 @@ _HEAD_DIM, _IMAGE_HEAD_DIM = 64, 80
 _SCALE: Final = 0.18215  # Factor of the autoencoder's latents, which makes their variance about 1.
 
 # Patterns in the names of diffusers and transformers, and the published text; applied in order.
-_AUTOENCODER_NAMES: Final = (
-    (r"\.conv_shortcut\.", ".nin_shortcut."),
-    (r"\.conv_norm_out\.", ".norm_out."),
-    (r"\.mid_block\.resnets\.0\.", ".mid.block_1."),
-    (r"\.mid_block\.resnets\.1\.", ".mid.block_2."),
-    (r"\.mid_block\.attentions\.0\.", ".mid.attn_1."),
-    (r"\.attn_1\.group_norm\.", ".attn_1.norm."),
-    (r"\.attn_1\.to_([qkv])\.", r".attn_1.\1."),
-    (r"\.attn_1\.to_out\.0\.", ".attn_1.proj_out."),
-    (r"\.(down|up)_blocks\.(\d+)\.resnets\.", r".\1.\2.block."),
-    (r"\.(down|up)_blocks\.(\d+)\.\1samplers\.0\.", r".\1.\2.\1sample."),
-)
-_IMAGE_ENCODER_NAMES: Final = (
-    (r"^vision\.embeddings\.patch_embedding\.", "conv1."),
-    (r"^vision\.embeddings\.position_embedding\.weight$", "positional_embedding"),
-    (r"^vision\.embeddings\.", ""),
-    (r"^vision\.(pre|post)_lay(er|r)norm\.", r"ln_\1."),
-    (r"^vision\.encoder\.layers\.", "transformer.resblocks."),
-    (r"\.layer_norm([12])\.", r".ln_\1."),
-    (r"\.self_attn\.out_proj\.", ".attn.out_proj."),
-    (r"\.self_attn\.[qkv]_proj\.", ".attn.in_proj_"),  # one tensor of three
-    (r"\.mlp\.fc1\.", ".mlp.c_fc."),
-    (r"\.mlp\.fc2\.", ".mlp.c_proj."),
-)
+_NAMES: Final = {
+    "autoencoder": (
+        (r"\.conv_shortcut\.", ".nin_shortcut."),
+        (r"\.conv_norm_out\.", ".norm_out."),
+        (r"\.mid_block\.resnets\.0\.", ".mid.block_1."),
+        (r"\.mid_block\.resnets\.1\.", ".mid.block_2."),
+        (r"\.mid_block\.attentions\.0\.", ".mid.attn_1."),
+        (r"\.attn_1\.group_norm\.", ".attn_1.norm."),
+        (r"\.attn_1\.to_([qkv])\.", r".attn_1.\1."),
+        (r"\.attn_1\.to_out\.0\.", ".attn_1.proj_out."),
+        (r"\.(down|up)_blocks\.(\d+)\.resnets\.", r".\1.\2.block."),
+        (r"\.(down|up)_blocks\.(\d+)\.\1samplers\.0\.", r".\1.\2.\1sample."),
+    ),
+    "image_encoder": (
+        (r"^vision\.embeddings\.patch_embedding\.", "conv1."),
+        (r"^vision\.embeddings\.position_embedding\.weight$", "positional_embedding"),
+        (r"^vision\.embeddings\.", ""),
+        (r"^vision\.(pre|post)_lay(er|r)norm\.", r"ln_\1."),
+        (r"^vision\.encoder\.layers\.", "transformer.resblocks."),
+        (r"\.layer_norm([12])\.", r".ln_\1."),
+        (r"\.self_attn\.out_proj\.", ".attn.out_proj."),
+        (r"\.self_attn\.[qkv]_proj\.", ".attn.in_proj_"),  # one tensor of three
+        (r"\.mlp\.fc1\.", ".mlp.c_fc."),
+        (r"\.mlp\.fc2\.", ".mlp.c_proj."),
+    ),
+}
 _SQUARE: Final = re.compile(r"\.mid\.attn_1\.(q|k|v|proj_out)\.weight$")
 """Matrices of the autoencoder that are published as convolutions of one pixel."""
-
-
-def published_name(part: str, name: str, levels: int) -> str:
-    """Map the name of a network's tensor to the published one, without prefix; `levels` of the decoder."""
-    if part == "autoencoder":
-        turned = world_files.renamed(name, _AUTOENCODER_NAMES)
-        return re.sub(r"\.up\.(\d+)\.", lambda match: f".up.{levels - 1 - int(match[1])}.", turned)
-    return world_files.renamed(name, _IMAGE_ENCODER_NAMES) if part == "image_encoder" else name
 
 
 def grouped(part: str, state: Mapping[str, Tensor], levels: int) -> dict[str, list[tuple[str, Tensor]]]:
     """Group tensors by the published one that they are in: queries, keys, values, or one alone."""
     groups: dict[str, list[tuple[str, Tensor]]] = {}
-    for name, tensor in state.items():
-        groups.setdefault(published_name(part, name, levels), []).append((name, tensor))
+    for own, tensor in state.items():
+        name = world_files.renamed(own, _NAMES.get(part, ()))
+        if part == "autoencoder":
+            name = re.sub(r"\.up\.(\d+)\.", lambda match: f".up.{levels - 1 - int(match[1])}.", name)
+        groups.setdefault(name, []).append((own, tensor))
     return {
         name: sorted(group, key=lambda own: (".q_proj." not in own[0], own[0]))
         for name, group in groups.items()
