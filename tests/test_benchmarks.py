@@ -32,7 +32,6 @@ LAST = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", sorted(SMALLEST))
 def test_a_benchmark_ends_with_its_table(name: str, monkeypatch, capsys) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")

@@ -92,7 +92,6 @@ def test_what_keeps_its_protocol_is_said_to(arguments: list[str], line: str, out
     assert said.endswith(f"keeps the protocol of its kind, {arguments[0]}\n")
 
 
-@pytest.mark.timeout(120)
 def test_a_policy_without_tokens_learns_in_a_world_of_ones_own(outside: Path, tmp_path, capsys) -> None:
     """True success of the page's flow-matching policy, before and after 30 updates in the page's world."""
 

@@ -117,7 +117,6 @@ def batch_of(episodes: list[one_file.Imagination], update: int) -> Batch:
     return build_batch(groups, version=update)
 
 
-@pytest.mark.timeout(120)
 def test_two_updates_are_those_of_the_learner() -> None:
     torch.manual_seed(0)
     mine = OpenVLAOFTPolicy(replace(OpenVLAOFTConfig.tiny(), image_size=SIZE)).eval()

@@ -112,7 +112,6 @@ def test_rounds_that_end_at_any_stage_continue(tmp_path, monkeypatch, capsys) ->
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(120)
 def test_sigterm_ends_the_stage_too(tmp_path) -> None:
     arguments = [*flags(tmp_path / "models", tmp_path / "out"), "--round-updates", "100000"]
     process = subprocess.Popen(

@@ -36,22 +36,6 @@ def test_the_slower_side_sets_the_pace(update_seconds: float) -> None:
     assert found.actors_wait == pytest.approx(max(0, 1 - 4 / update_seconds), abs=0.03)
 
 
-def test_without_lag_both_sides_take_turns() -> None:
-    found = simulated(max_lag=0)
-    assert found.seconds == pytest.approx(6.0, rel=0.02)
-    assert (found.lag_mean, found.lag_max) == (0, 0)
-    late = simulated(max_lag=0, weights_seconds=0.5)
-    assert late.seconds == pytest.approx(6.5, rel=0.02)
-
-
-@pytest.mark.parametrize("max_lag", [1, 2, 4])
-def test_a_slow_learner_uses_the_lag_that_it_may(max_lag: int) -> None:
-    found = simulated(max_lag=max_lag, update_seconds=20.0)
-    assert found.lag_max == max_lag
-    assert found.lag_mean == pytest.approx(max_lag, abs=0.1)
-    assert found.dropped == 0
-
-
 def test_the_measured_runs_are_made_again() -> None:
     scale = import_module("simulated_run")
     for gpus, actors, asynchronous, synchronous, learner, imagining, _, credit in scale.MEASURED:

@@ -54,7 +54,6 @@ def same(one: Episode, other: Episode) -> bool:
     )
 
 
-@pytest.mark.timeout(120)
 def test_at_a_fixed_shape_no_bit_of_an_episode_depends_on_how_many_are_beside_it(environment) -> None:
     found = {}
     for fixed_shape in (False, True):

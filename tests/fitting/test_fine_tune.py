@@ -60,7 +60,6 @@ def slow_adapters(folders: Path, rank: int) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in merged_tensors(policy)}
 
 
-@pytest.mark.timeout(120)
 def test_adapters_alone_are_trained_and_written_merged_and_alone(folders, tmp_path, capsys) -> None:
     found = tensors(fit(folders, tmp_path / "out", "--lora.rank", "4"))
     assert_close(found, slow_adapters(folders, 4), 1e-6)
@@ -72,7 +71,6 @@ def test_adapters_alone_are_trained_and_written_merged_and_alone(folders, tmp_pa
     assert "adapters of rank 4" in capsys.readouterr().out
 
 
-@pytest.mark.timeout(120)
 def test_a_step_is_the_same_in_parts(folders, tmp_path) -> None:
     whole = tensors(fit(folders, tmp_path / "whole", "--lora.rank", "4"))
     parts = tensors(fit(folders, tmp_path / "parts", "--lora.rank", "4", "--micro-batch", "2"))
@@ -80,7 +78,6 @@ def test_a_step_is_the_same_in_parts(folders, tmp_path) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "more",
     [
@@ -126,7 +123,6 @@ def test_a_batch_that_cannot_be_shared_out_is_refused() -> None:
         parts_of(3, 4, 0)
 
 
-@pytest.mark.timeout(120)
 def test_a_published_policy_needs_no_flag_besides(folders, tmp_path) -> None:
     convert(folders / "policy", tmp_path / "published")
     flags = ["policy", "--data", str(folders / "data"), "--out", str(tmp_path / "out")]

@@ -169,7 +169,6 @@ def test_the_gradient_is_the_same_in_parts(micro_batch: int) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("ranks", "micro_batch", "lora"),
     [
@@ -185,7 +184,6 @@ def test_the_gradient_of_several_ranks_is_that_of_one(ranks: int, micro_batch: i
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(120)
 def test_in_bfloat16_the_gradient_is_that_of_float32_up_to_rounding() -> None:
     wanted = gradients(0, "fp32", 0)
     (found, _) = run_ranks(gradients_of_rank, 2, "bf16", 0)
@@ -203,7 +201,6 @@ def encoded_by_rank(data: Path) -> Latents:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(120)
 def test_ranks_encode_a_part_each_and_have_all_latents(tmp_path: Path) -> None:
     write_recorded(tmp_path / "data", recorded_spec(32, tasks=TASKS[:3]), (9, 17, 12))
     torch.manual_seed(0)
@@ -223,7 +220,6 @@ def fitted(folders: Path) -> dict[str, torch.Tensor]:
     return fit(folders, folders / "fitted", "--micro-batch", "2", "--gradient-checkpointing")
 
 
-@pytest.mark.timeout(120)
 def test_a_published_world_is_written_as_it_was_published(folders, fitted) -> None:
     found, out = fitted, folders / "fitted"
     before = load_file(folders / "published" / TRANSFORMER)
@@ -244,7 +240,6 @@ def test_a_published_world_is_written_as_it_was_published(folders, fitted) -> No
     assert world.memory == "frames", "as of a published folder"
 
 
-@pytest.mark.timeout(120)
 def test_shards_stay_shards(folders: Path, fitted: dict[str, torch.Tensor], tmp_path: Path) -> None:
     source = tmp_path / "sharded"
     source.mkdir()
@@ -264,7 +259,6 @@ def test_shards_stay_shards(folders: Path, fitted: dict[str, torch.Tensor], tmp_
     load_world(tmp_path / "out")
 
 
-@pytest.mark.timeout(120)
 def test_adapters_are_merged_and_also_written_alone(folders: Path, tmp_path: Path, capsys) -> None:
     found = fit(folders, tmp_path / "out", "--lora.rank", "4")
     assert "adapters of rank 4" in capsys.readouterr().out
@@ -281,7 +275,6 @@ def test_adapters_are_merged_and_also_written_alone(folders: Path, tmp_path: Pat
     assert torch.equal(found["blocks.1.self_attn.q.weight"], merged.to(torch.bfloat16))
 
 
-@pytest.mark.timeout(120)
 def test_a_world_of_our_own_keeps_its_layout_too(folders, fitted, tmp_path) -> None:
     save_world(tmp_path / "own", small_world())
     write_json(tmp_path / "own" / "note.json", {"by": "hand"})
@@ -296,7 +289,6 @@ def test_a_world_of_our_own_keeps_its_layout_too(folders, fitted, tmp_path) -> N
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("more", "share"),
     [((), 0.1), (("--lora.rank", "4", "--micro-batch", "1", "--gradient-checkpointing"), 0.03)],
@@ -320,7 +312,6 @@ def test_two_ranks_fit_what_one_does(folders: Path, tmp_path, more: tuple[str, .
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.timeout(200)
 def test_a_rank_that_fails_ends_the_job_with_a_sentence(folders: Path, tmp_path: Path) -> None:
     program = [str(Path(__file__).parents[1] / "support" / "failing_fit_rank.py")]
     done = on_two_ranks(tmp_path, program, flags(folders, tmp_path / "out"))

@@ -53,7 +53,6 @@ def test_a_filter_that_leaves_nothing_ends_the_run_well(flags, tmp_path, capsys,
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(120)
 def test_an_actor_that_dies_too_often_ends_the_run_with_what_was_learned(flags, tmp_path, fragile) -> None:
     run = tmp_path / "run"
     with Program(
@@ -72,7 +71,6 @@ def test_an_actor_that_dies_too_often_ends_the_run_with_what_was_learned(flags, 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("placement", ["learner=0,actor=1", "learner=0-1,actor=1"])
 def test_rank_0_saves_when_the_actor_of_another_rank_dies_too_often(
     flags: list[str], tmp_path: Path, fragile: Path, placement: str

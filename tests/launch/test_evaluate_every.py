@@ -34,7 +34,6 @@ EVALUATED = ("--evaluate-every", "2", "--evaluation.episodes", "1")
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(230)
 def test_a_run_measures_its_first_and_its_last_version(flags, tmp_path) -> None:
     run = tmp_path / "run"
     command = [*TRAIN, *flags, *EVALUATED, "--run-dir", str(run), "--updates", "3"]
@@ -121,7 +120,6 @@ def test_evaluate_takes_simulator_and_sampling_from_the_run(flags, tmp_path, cap
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(120)
 def test_training_goes_on_without_an_evaluator_that_plays_nothing_or_dies(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("asyncrl.launch.evaluator.RESPAWNS", 0)
     config = TrainConfig(evaluate_every=1, updates=5, hang_timeout=1.0)

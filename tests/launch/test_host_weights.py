@@ -54,7 +54,6 @@ def learner(tmp_path: Path) -> Iterator[tuple[BroadcastPublisher, RunInfo]]:
         publisher.close()
 
 
-@pytest.mark.timeout(120)
 def test_one_of_a_host_fetches_and_all_its_actors_get_every_bit(learner) -> None:
     publisher, info = learner
     config = TrainConfig(weights=WeightSettings(timeout=20.0))

@@ -65,7 +65,6 @@ def living(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(200)
 def test_a_run_is_monitored_from_its_first_moment(living: Living) -> None:
     values, until = dict[str, float](), time.monotonic() + PATIENCE
     while values.get("asyncrl_run_update", 0) < 2:
@@ -89,7 +88,6 @@ def test_a_run_is_monitored_from_its_first_moment(living: Living) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(200)
 def test_a_run_that_is_alive_is_left_alone(living: Living, flags: list[str], capsys) -> None:
     run, runs, endpoint = living.run, living.run.parent, living.endpoint
     reach(run, 2, living.process, PATIENCE)
@@ -122,7 +120,6 @@ def test_a_run_that_is_alive_is_left_alone(living: Living, flags: list[str], cap
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(200)
 def test_an_actor_that_is_killed_comes_back_ctrl_c_leaves_a_checkpoint_and_resume_goes_on(living) -> None:
     run, process = living.run, living.process
     reach(run, 1, process, PATIENCE)

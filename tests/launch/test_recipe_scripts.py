@@ -78,7 +78,6 @@ def read(command: list[str]) -> Any:
     return tyro.cli(COMMANDS[name], args=arguments)
 
 
-@pytest.mark.timeout(120)
 def test_the_recipe_of_the_shipped_weights_reads_what_was_made_before_it(tmp_path: Path) -> None:
     assets, work = tmp_path / "assets", tmp_path / "work"
     assert run(ASSETS, tmp_path).returncode == 0
@@ -125,7 +124,6 @@ def test_one_world_is_made_alone_from_recordings_that_are_there(kind: str, tmp_p
         assert isinstance(last, FitStarts)
 
 
-@pytest.mark.timeout(240)
 def test_every_command_of_libero_spatial_is_valid_and_nothing_is_done_twice(tmp_path: Path) -> None:
     done = run(LIBERO, tmp_path)
     assert done.returncode == 0, done.stderr

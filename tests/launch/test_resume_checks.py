@@ -64,7 +64,9 @@ def test_a_deleted_ledger_ends_a_resume_with_the_file_and_the_remedy(run: Path, 
     assert "asyncrl train --policy RUN/checkpoints/update_N" in said
 
 
-@pytest.mark.parametrize("kind", [INLINE, PROCESSES], ids=["inline", "processes"])
+@pytest.mark.parametrize(
+    "kind", [INLINE, pytest.param(PROCESSES, marks=pytest.mark.slow)], ids=["inline", "processes"]
+)
 def test_a_foreign_group_ends_neither_the_learner_nor_a_resume(run: Path, kind: list[str], capfd) -> None:
     number = min(
         {int(path.stem[6:]) for path in (run / "replay").glob("group-*.h5")}

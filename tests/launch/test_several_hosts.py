@@ -196,7 +196,6 @@ def test_learners_of_two_hosts_start_again_when_one_dies_go_on_without_a_lost_ho
     job.counts()
 
 
-@pytest.mark.timeout(200)
 def test_hosts_that_cannot_work_together_say_why_in_one_sentence_before_anything_is_loaded(
     flags: list[str], tmp_path: Path, two: SeveralHosts
 ) -> None:

@@ -218,7 +218,6 @@ def test_a_run_in_a_simulator_trains_and_repeats_itself(tmp_path, capsys) -> Non
 
 @needs_opengl
 @pytest.mark.multiprocess
-@pytest.mark.timeout(150)
 def test_a_run_goes_on_when_a_worker_of_its_actor_is_killed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = [*TRAIN, *SMALL, "--simulator.workers", "2", "--updates", "3", "--run-dir", str(run)]

@@ -32,7 +32,6 @@ def shell_lines(name: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.timeout(120)
 def test_every_way_of_starting_reaches_python_once_per_rank_with_the_arguments(tmp_path):
     script = tmp_path / "probe train.sh"
     script.write_text(shell_lines("train.sh") + PROBE)

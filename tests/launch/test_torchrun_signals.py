@@ -56,7 +56,6 @@ def ended(tmp_path: Path, command: list[str], more: dict[str, str], updates: int
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(150)
 def test_a_run_under_torchrun_keeps_the_lag_bound_never_simulates_and_says_its_last_lines(
     flags, tmp_path
 ) -> None:
@@ -77,7 +76,6 @@ def test_a_run_under_torchrun_keeps_the_lag_bound_never_simulates_and_says_its_l
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.timeout(150)
 def test_a_script_of_bash_that_sigterm_ends_says_its_own_last_lines(flags, tmp_path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # Of bash's torchrun.
     ended(tmp_path, ["bash", SCRIPT, *flags], {"PATH": path}, 1, signal.SIGTERM)
@@ -170,7 +168,6 @@ def test_ranks_have_time_at_the_first_signal_alone(seconds, said, waits) -> None
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.timeout(150)
 def test_a_second_signal_ends_ranks_that_do_not_answer(flags, tmp_path) -> None:
     run = tmp_path / "run"
     command = [*TORCHRUN, SCRIPT, *flags, "--updates", "100000", "--run-dir", str(run)]

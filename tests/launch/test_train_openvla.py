@@ -21,7 +21,6 @@ def with_policy(folder: Path, policy: OpenVLAOFTPolicy) -> list[str]:
     return [*flags, "--inline", "--updates", "1", "--run-dir", str(folder / "run")]
 
 
-@pytest.mark.timeout(120)
 def test_a_folder_in_the_published_layout_is_trained_as_it_is(tmp_path: Path) -> None:
     flags = with_policy(tmp_path, OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(llm_layers=1)))
     published = str(tmp_path / "published")
@@ -35,7 +34,6 @@ def test_a_folder_in_the_published_layout_is_trained_as_it_is(tmp_path: Path) ->
     assert cli.run("train", [*flags, "--policy", published, "--policy-settings", "griper=none"]) == 2
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("level", ["token", "decision"])
 def test_openvla_trains_by_tokens_and_by_decisions(tmp_path: Path, level: str) -> None:
     torch.manual_seed(0)

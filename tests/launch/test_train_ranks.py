@@ -21,7 +21,6 @@ START = [*TORCHRUN, "--nproc-per-node", "2", str(ROOT / "torchrun_scripts" / "tr
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 
-@pytest.mark.timeout(240)
 def test_two_learners_train_stop_in_order_and_go_on_also_alone_in_bf16(flags: list[str], tmp_path) -> None:
     run = tmp_path / "run"
     endless = [*START, *flags, *TWO, "--updates", "100000", "--run-dir", str(run)]
@@ -54,7 +53,6 @@ def test_two_learners_train_stop_in_order_and_go_on_also_alone_in_bf16(flags: li
     assert list((tmp_path / "tmp").glob("asyncrl-*")) == []
 
 
-@pytest.mark.timeout(120)
 def test_a_learner_that_is_killed_ends_the_run_with_an_error(flags: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     endless = [*START, *flags, *TWO, "--updates", "100000", "--run-dir", str(run)]
@@ -71,7 +69,6 @@ def test_a_learner_that_is_killed_ends_the_run_with_an_error(flags: list[str], t
     assert left_over(tmp_path, patience=10.0) == []
 
 
-@pytest.mark.timeout(120)
 def test_nothing_outlives_a_killed_torchrun(flags: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     placed = ["--placement", "learner=0,actor=1", "--updates", "100000", "--run-dir", str(run)]
@@ -81,7 +78,6 @@ def test_nothing_outlives_a_killed_torchrun(flags: list[str], tmp_path: Path) ->
     assert left_over(tmp_path, patience=10.0) == []
 
 
-@pytest.mark.timeout(180)
 def test_idle_models_wait_in_host_memory(flags: list[str], tmp_path: Path) -> None:
     """In turns with the learner, with batches so large that it waits long enough to offload."""
     run = tmp_path / "run"

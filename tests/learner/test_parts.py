@@ -73,7 +73,6 @@ def serve_groups(folder: Path, endpoint: str) -> tuple[subprocess.Popen[bytes], 
     return server, actor
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_hold_the_batch_and_rank_0_says_of_it_what_one_rank_would(ranks, tmp_path, endpoint) -> None:
     server, actor = serve_groups(tmp_path, endpoint)
@@ -106,7 +105,6 @@ def one_dies_before_it_fetches(endpoint: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.timeout(120)
 def test_when_a_rank_dies_before_it_fetches_the_others_say_so_and_a_resume_uses_its_groups(
     tmp_path: Path, endpoint: str
 ) -> None:

@@ -42,7 +42,6 @@ def gather_until_a_peer_is_gone() -> tuple[dict[str, bytes], dict[str, bytes], s
     return at_once, in_many, str(caught.value)
 
 
-@pytest.mark.timeout(120)
 def test_rows_of_all_ranks_come_together_bit_for_bit_and_a_lost_rank_is_an_error() -> None:
     expected = raw({name: t.to(TYPES[name]) for name, t in masters().items()})
     (at_once, in_many, lost), *others = run_ranks(gather_until_a_peer_is_gone, ranks=3, deadline=100.0)
@@ -95,7 +94,6 @@ def publish_both() -> list[dict[str, bytes]]:
     return [publish_a_sharded_policy(lora) for lora in (0, 2)]
 
 
-@pytest.mark.timeout(120)
 def test_a_sharded_policy_is_packed_in_the_actors_types_with_and_without_adapters() -> None:
     first, second = run_ranks(publish_both, deadline=100.0)
     for lora, found in zip((0, 2), first, strict=True):
@@ -110,7 +108,6 @@ def publish_from_two_copies() -> dict[str, bytes]:
     return publish_a_sharded_policy(0, copies=2)
 
 
-@pytest.mark.timeout(120)
 def test_of_two_copies_that_hosts_have_rank_0s_is_packed() -> None:
     found, *others = run_ranks(publish_from_two_copies, ranks=4, deadline=100.0)
     whole = with_more_digits(policy_of(0)).acting_tensors()

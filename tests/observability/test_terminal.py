@@ -191,7 +191,6 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("placement", ["inline", pytest.param("processes", marks=pytest.mark.slow)])
 def test_a_lost_terminal_saves_and_ends_the_run(flags: list[str], tmp_path: Path, placement: str) -> None:
     """SIGHUP reaches all processes of the terminal, so all get it here, as one process group."""

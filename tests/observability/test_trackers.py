@@ -251,7 +251,6 @@ def test_an_evaluation_of_an_earlier_update_is_sent_with_the_newest_and_says_of_
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="needs mlflow")
-@pytest.mark.timeout(120)
 def test_mlflow_keeps_the_rows_without_a_network(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'mlruns'}")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -266,7 +265,6 @@ def test_mlflow_keeps_the_rows_without_a_network(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs wandb")
-@pytest.mark.timeout(120)
 def test_wandb_keeps_the_rows_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     lines = run_with(tmp_path / "run-7", ROWS, name="wandb")

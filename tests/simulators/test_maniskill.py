@@ -255,7 +255,6 @@ def test_what_put_on_plate_lacks_is_one_line(build: Build, tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", [name for name, task in TASKS.items() if not task.published])
 def test_every_task_can_be_played_and_begins_as_its_seed_says(name: str, build: Build) -> None:
     one = build(name)

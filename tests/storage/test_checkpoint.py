@@ -331,7 +331,6 @@ def two_copies_save_and_load(folder: Path) -> tuple[dict, dict]:
     return save_net(folder / "two", copies=2), load_net(folder / "one", copies=2)
 
 
-@pytest.mark.timeout(120)
 def test_of_two_copies_that_hosts_have_one_is_saved_and_any_number_can_go_on(tmp_path: Path) -> None:
     expected = save_net(tmp_path / "one")
     for written, read in run_ranks(two_copies_save_and_load, tmp_path, ranks=4, deadline=100.0):

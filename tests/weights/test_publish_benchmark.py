@@ -14,7 +14,6 @@ SMALL = "--gigabytes 0.002 --lora-gigabytes 0.002 --rounds 3 --seconds 0.5 --eve
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.timeout(180)
 def test_two_learner_ranks_publish_to_an_actor_and_every_stage_is_timed() -> None:
     command = [sys.executable, str(SCRIPT), "--devices", "cpu", "cpu", "cpu", "--learner-ranks", "2"]
     done = subprocess.run([*command, *SMALL.split()], capture_output=True, text=True, timeout=170)

@@ -59,7 +59,6 @@ def until(publisher: BroadcastPublisher, names: set[str], version: int) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(120)
 def test_every_host_gets_every_bit_and_one_that_is_killed_halted_or_comes_back_holds_nobody_up(hosts) -> None:
     with opened() as publisher:
         publisher.publish(source(0), 0)

@@ -167,7 +167,6 @@ def learner(pipe: Connection, folder: Path) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("swapped", [True, False], ids=["held", "late"])
 def test_an_actor_keeps_or_gets_a_whole_version_of_a_learner_killed_in_the_middle_of_the_next(
     folder: Path, swapped: bool
@@ -212,7 +211,6 @@ def busy_actor(pipe: Connection, endpoint: str, seconds: float) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(120)
 def test_of_many_versions_in_a_row_none_is_ever_mixed_with_another(publisher: BroadcastPublisher) -> None:
     pipe, theirs = FORKS.Pipe()
     process = FORKS.Process(target=busy_actor, args=(theirs, publisher.endpoint, 2.0), daemon=True)

@@ -136,7 +136,6 @@ def gather_over_nccl(bucket: int) -> dict[str, bytes]:
     return packed({**sharded, "even": own["even"]})
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("bucket", [2**28, 128])
 def test_rows_on_two_gpus_come_together_bit_for_bit(bucket: int) -> None:
     if GPUS < 2:
