@@ -48,7 +48,7 @@ from asyncrl.learner.ranks import LearnerRanks, joined_ranks, not_finite
 from asyncrl.learner.update import Update
 from asyncrl.learner.update_metrics import Throughput
 from asyncrl.observability.metrics_system import MFU
-from asyncrl.policies.acceleration import enable_gradient_checkpointing, use_float8_where_frozen
+from asyncrl.policies.acceleration import enable_gradient_checkpointing
 from asyncrl.policies.lora import add_lora
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.openvla.preprocess import WORDS
@@ -87,8 +87,6 @@ class Settings(policy_speed.Settings):
     """Compile the layers, on a GPU."""
     every: int = 1
     """--learner.gradient-checkpointing-every; 0: no layer computes again."""
-    float8: bool = False
-    """--learner.frozen-precision float8."""
     reshard_after: ReshardAfter = "pass"
     """--learner.reshard-after."""
 
@@ -157,8 +155,6 @@ def build(settings: Settings) -> OpenVLAOFTPolicy:
         add_lora(policy, settings.lora, float(settings.lora), dtype=policy.config.torch_dtype)
     else:
         policy.requires_grad_(True)
-    if settings.float8:
-        use_float8_where_frozen(policy)
     if settings.every:
         enable_gradient_checkpointing(policy, every=settings.every)
     return shard(policy.eval(), device, "bf16", reshard_after=settings.reshard_after)

@@ -14,7 +14,7 @@ CEILINGS = {
     "actors": (1138, 5),
     "commands": (2412, 14),
     "config": (1138, 6),
-    "devices": (550, 5),
+    "devices": (515, 5),
     "doctor": (1324, 7),
     "evaluation": (920, 5),
     "fitting": (4155, 15),
@@ -22,14 +22,14 @@ CEILINGS = {
     "learner": (3270, 16),
     "messaging": (990, 6),
     "observability": (2485, 12),
-    "policies": (2920, 13),
+    "policies": (2880, 13),
     "replay": (4039, 18),
     "replay_tools": (1406, 8),
     "rewards": (563, 4),
-    "simulators": (4023, 21),
+    "simulators": (4000, 21),
     "storage": (2336, 10),
     "weights": (2158, 11),
-    "worlds": (5430, 24),
+    "worlds": (5415, 24),
 }
 """Package (empty: the top level) -> most lines and modules."""
 MOST_TEST_LINES = 45_000

@@ -118,11 +118,6 @@ class TrainConfig(Bounded):
                 f"--guard.kind is lasting and --actor.success-frames is {self.actor.success_frames}, but a "
                 "success is found by one rule: lasting looks at a decision's last frame. Leave one out."
             )
-        if self.learner.frozen_precision == "float8" and not self.lora.rank:
-            raise ConfigError(
-                "--learner.frozen-precision is float8, but --lora.rank is 0: all weights are trained, and "
-                "none is frozen. Set --lora.rank 32, or use --learner.frozen-precision stored."
-            )
         if self.weights.listen and not self.replay.listen:
             raise ConfigError(
                 f"--weights.listen is {self.weights.listen}, but actors join by --replay.listen first, "
@@ -149,7 +144,7 @@ class TrainConfig(Bounded):
 SUFFIXES: Final = (".toml", ".json")
 PARTS: Final = ("policy", "world", "reward")
 """Settings that may be a table: ``[world] name = "my.worlds:Mine@DIR"`` and ``[world.settings]``."""
-_OFF: Final = (False, 0, -1, "", "none", "auto", [], None)
+_OFF: Final = (False, 0, -1, "", "none", "auto", "stored", [], None)
 """Values of a setting that no longer exists whose loss changes nothing."""
 _NO_FILE: Final = re.compile(r"--|[\w.-]+=")
 

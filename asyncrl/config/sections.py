@@ -258,10 +258,6 @@ class LearnerSettings(Bounded, section="learner."):
     precision: Literal["fp32", "bf16"] = "fp32"
     """Numbers of the learner's passes. bf16: bfloat16, forward and backward; weights, log-probs and optimizer
     stay float32."""
-    frozen_precision: Literal["stored", "float8"] = "stored"
-    """With --lora.rank and bf16: numbers of the frozen linear layers in the learner's passes. float8: rounded
-    to 8 bits, forward and for the gradient of the input (from H100 on), with 2 more bytes per weight; what is
-    published or saved is not rounded. With --learner.compile passes are 1.4 times as fast, without slower."""
     compile: bool = False
     """Compile the layers: about a minute in the first update (longer for a policy without `fix_prompts`),
     then passes of one padded size, 1.6 times as fast on a GPU."""
@@ -288,10 +284,4 @@ class LearnerSettings(Bounded, section="learner."):
             raise ConfigError(
                 f"--learner.gradient-checkpointing-every is {self.gradient_checkpointing_every}, but without "
                 "--learner.gradient-checkpointing no layer computes anything again. Add it, or leave it at 1."
-            )
-        if self.frozen_precision == "float8" and self.precision == "fp32":
-            raise ConfigError(
-                "--learner.frozen-precision is float8, but --learner.precision is fp32, and products of "
-                "8-bit numbers are bfloat16. Use --learner.precision bf16, or --learner.frozen-precision "
-                "stored."
             )

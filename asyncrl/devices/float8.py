@@ -1,15 +1,14 @@
 """Linear layers with 8-bit products, for weights that are not trained.
 
 Weights are rounded once, per output channel; the input at every call, per row, so slots are independent. The
-largest magnitude of each becomes that of ``e4m3`` (arXiv 2209.05433). `FrozenFloat8Linear` has a gradient,
-dx = dy W, where dy is rounded per row and W per input channel.
+largest magnitude of each becomes that of ``e4m3`` (arXiv 2209.05433).
 
 K, N: features into and out of the layer.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeGuard, cast
+from typing import Final, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +22,13 @@ ALIGNMENT: Final = 16  # Divides the widths that GPUs can multiply
 CAPABILITY: Final = (8, 9)  # Least compute capability with 8-bit products: Ada and Hopper
 
 
-def check_device(device: torch.device, flag: str = "--imagination.precision") -> None:
-    """Raise ConfigError, naming `flag`, if a GPU has no 8-bit products; CPUs have slow ones."""
+def check_device(device: torch.device) -> None:
+    """Raise ConfigError if a GPU has no 8-bit products; CPUs have slow ones."""
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < CAPABILITY:
         raise ConfigError(
-            f"{flag} is float8, but {torch.cuda.get_device_name(device)} has compute "
+            f"--imagination.precision is float8, but {torch.cuda.get_device_name(device)} has compute "
             f"capability {found[0]}.{found[1]} and no 8-bit products: these begin with "
-            f"{CAPABILITY[0]}.{CAPABILITY[1]} (L40, H100). Use {flag} stored."
+            f"{CAPABILITY[0]}.{CAPABILITY[1]} (L40, H100). Use --imagination.precision stored."
         )
 
 
@@ -85,42 +84,3 @@ def saved_bytes(network: nn.Module, dtype: torch.dtype) -> int:
     """Return the bytes that `use_float8` saves in a network with weights of `dtype`."""
     layers = [layer for layer in network.modules() if fits(layer)]
     return sum(x.weight.numel() * (dtype.itemsize - 1) - 4 * x.out_features for x in layers)
-
-
-class _Product(torch.autograd.Function):
-    """``x W^T``, and ``dy W`` in the backward pass, which needs no activations."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, scale: Tensor, turned_w: Tensor, turned: Tensor) -> Tensor:
-        ctx.save_for_backward(turned_w, turned)  # The transposed weight, and its scale.
-        return product(x, w, scale)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return product(gradients[0], *ctx.saved_tensors), None, None, None, None
-
-
-class FrozenFloat8Linear(nn.Linear):
-    """A frozen linear layer that multiplies rounded copies of its parameter, which stays unrounded."""
-
-    forward_weight: Tensor  # [N, K] e4m3
-    forward_scale: Tensor
-    backward_weight: Tensor  # [K, N] e4m3
-    backward_scale: Tensor
-
-    def __init__(self, linear: nn.Linear) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
-        weight = linear.weight.detach()
-        for name, copied in (("forward", weight), ("backward", weight.T.contiguous())):
-            rounded, scale = quantise(copied)
-            self.register_buffer(f"{name}_weight", rounded, persistent=False)
-            self.register_buffer(f"{name}_scale", scale.T.contiguous(), persistent=False)
-        self.train(linear.training)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Map ``[..., K]`` to ``[..., N]``, in the dtype of `input`, rounded to bfloat16."""
-        copies = self.forward_weight, self.forward_scale, self.backward_weight, self.backward_scale
-        y = cast("Tensor", _Product.apply(input, *copies))
-        return y if self.bias is None else y + self.bias

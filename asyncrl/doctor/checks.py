@@ -43,8 +43,6 @@ class Sizes:
     """The policy as the learner holds it: float32 if --learner.precision is."""
     unsharded: int
     """Share of `float32_masters` that every learner rank holds: frozen weights below adapters."""
-    rounded: int = 0
-    """8-bit copies of frozen weights on every learner rank (--learner.frozen-precision)."""
     version: int
     """The tensors that actors get after an update."""
     environment: int  # world and reward model

@@ -65,8 +65,6 @@ def check_placement(examination: Examination) -> Finding:
     """Check that ranks, devices and the transport of the weights fit together on this host."""
     import torch
 
-    from asyncrl.devices.float8 import check_device
-    from asyncrl.policies.acceleration import FLAG
     from asyncrl.weights.interface import build_transport
 
     config = examination.config
@@ -76,9 +74,6 @@ def check_placement(examination: Examination) -> Finding:
         check_learner_devices(placement, hosts, {examination.host: count_gpus(config.device)})
         by_rank = devices_of(config, placement, hosts.ranks(examination.host))
         first = next(iter(by_rank.values()))
-        if config.learner.frozen_precision == "float8":
-            for rank in set(placement.learners) & by_rank.keys():
-                check_device(by_rank[rank], FLAG)
         transport = RELAYED if examination.host else transport_of(config, placement, hosts.ranks(0))
         if first.type == "cpu":
             build_transport(transport, first, config.weights.timeout)
@@ -169,7 +164,7 @@ def rank_needs(config: TrainConfig, sizes: Sizes, placement: Placement, rank: in
 def learner_needs(config: TrainConfig, sizes: Sizes, learners: int, *, first: bool) -> int:
     """Estimate the bytes of one of several learner ranks; the first one sends the versions."""
     spread = sizes.float32_masters - sizes.unsharded + sizes.training
-    needed = sizes.unsharded + sizes.rounded + spread // learners
+    needed = sizes.unsharded + spread // learners
     if learners > 1 and not sizes.unsharded:
         # A block is gathered while the one before it computes.
         needed += sizes.policy if config.learner.reshard_after == "step" else 2 * sizes.block

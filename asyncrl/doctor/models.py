@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import chain
 from typing import Any, Final
 
@@ -23,7 +22,6 @@ from asyncrl.launch.conformance import CHECKS, check_world
 from asyncrl.launch.environment import WorldFiles
 from asyncrl.launch.named_models import named_world
 from asyncrl.launch.simulated import SimulatorFiles
-from asyncrl.policies.acceleration import frozen_float8_bytes
 from asyncrl.policies.interface import Policy
 from asyncrl.records import SlotBytes
 from asyncrl.storage import checkpoint, run_folder
@@ -37,11 +35,8 @@ ROOM: Final = 1.3  # Free bytes per byte of weights, so that decisions of a few 
 def check_models(examination: Examination) -> Finding:
     """Load the policy on the CPU, check the others, record the sizes; with --resume verify the checkpoint."""
     try:
-        # Rounding is only counted: it takes minutes on a CPU.
-        learner = examination.config.learner
-        exact = replace(examination.config, learner=replace(learner, frozen_precision="stored"))
-        config, _, policy, environment = load_models(exact, torch.device("cpu"))
-        config, resumed = replace(config, learner=learner), ""
+        config, _, policy, environment = load_models(examination.config, torch.device("cpu"))
+        resumed = ""
         if config.resume and (folder := checkpoint.latest(run_folder.locate(config))):
             checkpoint.verify(folder)
             resumed = f"; goes on from {folder.name}"
@@ -72,7 +67,7 @@ def slot_of(config: TrainConfig) -> SlotBytes:
 def measure(
     config: TrainConfig, policy: Any, environment: WorldFiles | SimulatorFiles, slot: SlotBytes
 ) -> Sizes:
-    """Add up the bytes of the models of a run; no layer of the policy is rounded, and it may be on meta."""
+    """Add up the bytes of the models of a run; the policy may be on meta."""
     parameters = list(policy.parameters())
     wide = config.learner.precision == "fp32"
     frozen = [p for p in parameters if not p.requires_grad]
@@ -89,7 +84,6 @@ def measure(
         trained=sum(p.numel() for p in parameters if p.requires_grad),
         float32_masters=sum(p.numel() * 4 if wide or p.requires_grad else p.nbytes for p in parameters),
         unsharded=sum(p.numel() * 4 if wide else p.nbytes for p in frozen) if ready else 0,
-        rounded=frozen_float8_bytes(policy) if config.learner.frozen_precision == "float8" else 0,
         version=_bytes(policy.acting_tensors().values()),
         environment=environment.nbytes,
         frame=3 * environment.image_size**2,

@@ -16,9 +16,8 @@ from torch import nn
 
 from asyncrl import registry
 from asyncrl.config.run import TrainConfig, load_file
-from asyncrl.devices.float8 import check_device
 from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
-from asyncrl.policies.acceleration import FLAG, enable_gradient_checkpointing, use_float8_where_frozen
+from asyncrl.policies.acceleration import enable_gradient_checkpointing
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.policies.lora import add_lora
 from asyncrl.policies.openvla.files import PublishedOptions, open_folder
@@ -129,9 +128,6 @@ def load_policy_version(config: TrainConfig, folder: Path | None, device: torch.
 
 def build_policy(config: TrainConfig, device: torch.device, *, learns: bool = False) -> Policy:
     """Load the policy that the run begins with: for an actor, or with `learns` as the learner trains it."""
-    rounded = learns and config.learner.frozen_precision == "float8"
-    if rounded:
-        check_device(device, FLAG)
     policy = load_policy_version(config, None, device)
     wanted = config.critic.level if learns and config.algorithm.kind == "ppo" else "none"
     if hasattr(policy, "add_critic"):
@@ -146,8 +142,6 @@ def build_policy(config: TrainConfig, device: torch.device, *, learns: bool = Fa
         )
     if config.lora.rank:
         add_adapters(config, policy)
-    if rounded:
-        use_float8_where_frozen(policy)
     if learns and config.learner.gradient_checkpointing:
         enable_gradient_checkpointing(policy, every=config.learner.gradient_checkpointing_every)
     if not isinstance(policy, nn.Module):

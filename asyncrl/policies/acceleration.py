@@ -1,12 +1,8 @@
-"""Faster acting, smaller learning: compilation, CUDA graphs, gradient checkpointing, frozen float8 layers.
-
-Float8 layers (--learner.frozen-precision) are the learner's alone, so its log-probs differ from the actors'
-by the rounding. The KL reference runs the same layers: adapters without effect give a penalty of 0.
-"""
+"""Faster acting, smaller learning: compilation, CUDA graphs, gradient checkpointing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from itertools import islice
 from types import MethodType
@@ -16,13 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from asyncrl.devices.float8 import ALIGNMENT, FrozenFloat8Linear, fits
 from asyncrl.devices.streams import CudaGraphed
 from asyncrl.errors import ConfigError
 from asyncrl.policies.action_tokens import SampledTokens
 from asyncrl.policies.interface import Policy, PolicyInputs, SamplingParams
 
-FLAG: Final = "--learner.frozen-precision"
 GRAPHS: Final = 64
 """Graphs per code object; beyond the limit (by default 8) the compiler silently runs code uncompiled."""
 Choose = Callable[[PolicyInputs, SamplingParams, Tensor | None], SampledTokens]
@@ -131,38 +125,3 @@ def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(block, *args, **kwargs)
     # No block draws random numbers, so there is no generator state to keep.
     return checkpoint(forward, block, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-
-def use_float8_where_frozen(policy: Policy) -> None:
-    """Replace frozen linear layers below adapters, in place; only trained weights may be loaded afterwards.
-
-    The policy must be on its device, its weights loaded, neither sharded nor compiled.
-    """
-    for layer in _required(policy):
-        layer.base_layer = FrozenFloat8Linear(layer.base_layer)
-
-
-def frozen_float8_bytes(policy: Policy) -> int:
-    """Count the bytes that `use_float8_where_frozen` adds to a policy; it may be on device meta."""
-    linears = [layer.base_layer for layer in _required(policy)]
-    # Two copies of each weight, one byte a number, with their scales.
-    return sum(2 * x.weight.numel() + 4 * (x.in_features + x.out_features) for x in linears)
-
-
-def _required(policy: Policy) -> list[Any]:
-    layers = list(_adapted(policy))
-    if not layers:
-        raise ConfigError(
-            f"{FLAG} is float8, but no layer of {type(policy).__name__} can be rounded: it takes linear "
-            f"layers with adapters, inside `blocks`, whose widths are multiples of {ALIGNMENT}. Use {FLAG} "
-            "stored."
-        )
-    return layers
-
-
-def _adapted(policy: Policy) -> Iterator[Any]:
-    for block in policy.blocks():
-        for module in block.modules():
-            base: Any = getattr(module, "base_layer", None)
-            if hasattr(module, "lora_A") and fits(base) and not base.weight.requires_grad:
-                yield module

@@ -27,16 +27,7 @@ USUAL: Final = ActionSpec()
 
 @dataclass(frozen=True, kw_only=True)
 class TensorState:
-    """Memory of `B` slots: a frozen dataclass of tensors ``[B, ...]``, or lists of them.
-
-    Example:
-        >>> @dataclass(frozen=True, kw_only=True)
-        ... class Heights(TensorState):
-        ...     heights: Tensor
-        >>> state = Heights(finite=torch.tensor([True, True]), heights=torch.tensor([1.0, 2.0]))
-        >>> state.select([1, 1]).heights
-        tensor([2., 2.])
-    """
+    """Memory of `B` slots: a frozen dataclass of tensors ``[B, ...]``, or lists of them."""
 
     finite: Tensor  # [B] bool: all values drawn so far were finite.
 

@@ -157,29 +157,6 @@ def test_layers_that_keep_what_they_need_take_their_share_of_the_memory(recipe: 
     assert second - every == pytest.approx(vision + 347 * 32 * (6 * 4096 + 3 * 11008), rel=1e-6)
 
 
-def test_copies_of_frozen_layers_lie_whole_on_every_learner(recipe: TrainConfig, adapters: Sizes) -> None:
-    learner = replace(recipe.learner, precision="bf16", frozen_precision="float8")
-    rounded = replace(recipe, learner=learner)
-    sizes = sizes_of(rounded)
-
-    # Two bytes a weight, and a float32 scale for each channel on either side.
-    def layer(into: int, out: int) -> int:
-        return 2 * into * out + 4 * (into + out)
-
-    llama = 32 * (4 * layer(4096, 4096) + 3 * layer(4096, 11008))
-    dino = 23 * (4 * layer(1024, 1024) + 2 * layer(1024, 4096))
-    siglip = 26 * (4 * layer(1152, 1152) + 2 * layer(1152, 4304))
-    assert sizes.rounded == llama + dino + siglip
-    assert replace(sizes, rounded=0) == adapters
-    for learners in (1, 2):
-        placement = parse_placement(f"learner=0-{learners - 1},actor={learners}", learners + 1)
-        more = [
-            rank_needs(rounded, sizes, placement, rank) - rank_needs(recipe, adapters, placement, rank)
-            for rank in placement.ranks
-        ]
-        assert more == [sizes.rounded] * learners + [0]
-
-
 PUBLISHED_WORLDS = [
     file for kind in ("wan", "opensora", "evac") for file in sorted((ROOT / "configs").glob(f"{kind}_*.toml"))
 ]

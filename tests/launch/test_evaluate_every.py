@@ -168,9 +168,9 @@ def test_a_resumed_run_names_no_code(tmp_path, monkeypatch, capsys, settings, fl
 def test_evaluate_leaves_out_a_module_that_a_run_names(tmp_path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    said = {"world": "maniskill_pick_cube", "world_settings": ["module=evil", "rebuild=false"]}
+    said = {"world": "maniskill_pick_cube", "world_settings": ["module=evil", "wrist=true"]}
     (run / "config.json").write_text(json.dumps(said))
-    assert settings_of_run(run).simulator_settings == ("rebuild=false",)
+    assert settings_of_run(run).simulator_settings == ("wrist=true",)
 
 
 @pytest.mark.timeout(60)

@@ -172,12 +172,7 @@ def turned_about_z(angle: float) -> NDArray[np.float64]:
 
 
 def rotation_between(now: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the rotation vector ``[3]`` (rad) that turns axes ``[3, 3]``, as columns, into others.
-
-    Example:
-        >>> rotation_between(np.eye(3), turned_about_z(0.5)).round(6).tolist()
-        [0.0, 0.0, 0.5]
-    """
+    """Return the rotation vector ``[3]`` (rad) that turns axes ``[3, 3]``, as columns, into others."""
     turn = wanted @ now.T
     axis = skew_part(turn)
     sine = float(np.linalg.norm(axis))

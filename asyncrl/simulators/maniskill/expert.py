@@ -19,12 +19,7 @@ Array = NDArray[np.float64]
 
 
 def axis_angle(quaternion: Array) -> Array:
-    """Turn a rotation ``[4]`` into its vector ``[3]``: axis times angle, at most pi.
-
-    Example:
-        >>> axis_angle(np.array([np.sqrt(0.5), 0, 0, -np.sqrt(0.5)])).round(4).tolist()
-        [0.0, 0.0, -1.5708]
-    """
+    """Turn a rotation ``[4]`` into its vector ``[3]``: axis times angle, at most pi."""
     w, vector = quaternion[0], quaternion[1:]
     if w < 0:  # The same rotation, the short way round.
         w, vector = -w, -vector
@@ -33,12 +28,7 @@ def axis_angle(quaternion: Array) -> Array:
 
 
 def matrix(quaternion: Array) -> Array:
-    """Turn a rotation into its matrix ``[3, 3]``.
-
-    Example:
-        >>> matrix(np.array([0.0, 1.0, 0.0, 0.0])).tolist()
-        [[1.0, 0.0, 0.0], [0.0, -1.0, 0.0], [0.0, 0.0, -1.0]]
-    """
+    """Turn a rotation into its matrix ``[3, 3]``."""
     w, x, y, z = quaternion
     return np.array(
         [

@@ -35,11 +35,6 @@ class GraspReward:
 
     Grasp and hold count once seen, to the end of the episode; success counts only after a grasp. Each step
     pays the difference to the step before, so an episode sums up to its last value.
-
-    Example:
-        >>> reward = GraspReward()
-        >>> [round(reward.step(success=success, held=not success), 1) for success in (False, True)]
-        [0.1, 1.0]
     """
 
     def __init__(self) -> None:
@@ -68,9 +63,6 @@ class ManiSkillSettings:
     """`success`; `shaped`: `GraspReward`; `dense`: ManiSkill's own between 0 and 1."""
     wrist: bool = False
     """Show the camera on the hand as a second picture."""
-    rebuild: bool = True
-    """Build the scene for every episode, about 0.2 s each. The order in which PhysX solves contacts depends
-    on the scene's past: without it an episode depends, from its first contact on, on earlier ones."""
     convention: Literal["", "asyncrl", "maniskill"] = ""
     """`asyncrl`: rotations are right-handed, gripper -1 = open. `maniskill`: numbers are handed on as they
     are: rotations of `pd_ee_delta_pose` have the other sign, gripper +1 = open. Empty: `maniskill` for tasks
@@ -115,9 +107,9 @@ class ManiSkillPlace:
         self.env, self.signs = env, signs
         self._task, self._reward, self._size = task, settings.reward, size
         self._cameras = (task.camera, *([task.wrist] if settings.wrist else []))
-        self._options: dict[str, Any] = {"obj_set": settings.objects} if task.published else {}
-        if settings.rebuild:
-            self._options["reconfigure"] = True
+        # PhysX solves contacts in an order that depends on the scene's past, so each episode has a new one.
+        self._options: dict[str, Any] = {"reconfigure": True}
+        self._options |= {"obj_set": settings.objects} if task.published else {}
         self._shown: Any = None  # Newest observation that the environment drew itself.
         self._shaped = GraspReward()
 

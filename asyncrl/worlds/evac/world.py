@@ -47,10 +47,6 @@ def memory_index(count_B: Tensor, remembered: int) -> Tensor:
 
     The first frame counts `P` times (EnerVerse-AC's sampler): of ``n = count + P - 1`` frames the network
     sees ``n * i // (P - 1)`` for i from 0 to P - 2, and the last one.
-
-    Example:
-        >>> memory_index(torch.tensor([1, 9]), 4).tolist()
-        [[0, 0, 0, 0], [0, 1, 5, 8]]
     """
     copies = remembered - 1  # of the first frame, besides itself
     spread = torch.arange(copies, device=count_B.device) * (count_B[:, None] + copies) // copies - copies
