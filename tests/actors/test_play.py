@@ -233,7 +233,7 @@ def test_no_episode_depends_on_workers_slots_or_who_answers_first() -> None:
             assert_equal(made, alone[key])
 
 
-@pytest.mark.parametrize("how", ["kill", "raise"])
+@pytest.mark.parametrize("how", ["kill", pytest.param("raise", marks=pytest.mark.slow)])
 def test_an_episode_whose_worker_is_lost_begins_again_and_says_which_weights_made_it(tmp_path, how) -> None:
     with playing(workers=1, places=2, accident=f"{how}@{tmp_path / 'happened'}") as (play, slots, stage):
         queue(slots, [500, 7])

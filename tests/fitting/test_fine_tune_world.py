@@ -355,6 +355,7 @@ def test_what_cannot_work_is_refused(folders, tmp_path, capsys, monkeypatch, mor
     write_json(tmp_path / "other" / "world.json", {"kind": "opensora"})
     if more == ["--refine", ""]:
         monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("RANK", "0")
     assert_refused(capsys, flags(folders, tmp_path / "out", *more), said)
 
 
