@@ -26,7 +26,7 @@ _MANISKILL: Final = (
     *("assemble_board", "push_t", "draw_triangle", "two_robot_pick_cube", "two_robot_stack_cube"),
     *("place_apple_in_bowl", "transport_box", *(f"rotate_valve_{i}" for i in range(5))),
     *("rotate_in_hand_0", "rotate_in_hand_1", *(f"rotate_cube_{i}" for i in range(5))),
-    *("put_on_plate_25", *(f"put_on_plate_25_{kind}" for kind in ("vision", "semantic", "position"))),
+    *("put_on_plate_25", *(f"put_on_plate_25_{kind}" for kind in ("vision_image", "instruct", "position"))),
 )
 _LIBERO: Final = ("spatial", "object", "goal", "10", "90")
 _MASKED: Final = "MaskedImportanceSampling"

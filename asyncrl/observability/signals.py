@@ -157,9 +157,8 @@ def expect_exit(code: int) -> int:
 def _end() -> None:
     if _exit_code is None:
         return
-    handle_signals(
-        signal.SIG_IGN
-    )  # Python is about to restore the defaults, which would change the exit code.
+    # Python is about to restore the defaults, which would change the exit code.
+    handle_signals(signal.SIG_IGN)
     if not any(isinstance(thread, BlockingThread) for thread in threading.enumerate()):
         return
     for stream in (sys.stdout, sys.stderr):

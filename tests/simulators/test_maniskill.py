@@ -246,12 +246,12 @@ def test_what_put_on_plate_lacks_is_one_line(build: Build, tmp_path, monkeypatch
 
     monkeypatch.setattr(mani_skill, "ASSET_DIR", tmp_path)
     with pytest.raises(AssetError) as raised:
-        build("put_on_plate_25_vision")
+        build("put_on_plate_25_vision_image")
     said = str(raised.value)
     assert "\n" not in said
     assert f"{tmp_path}/tasks/bridge_v2_real2sim_dataset" in said
     assert f"{tmp_path}/robots/widowx" in said
-    assert f"a module that registers {TASKS['put_on_plate_25_vision'].environment}" in said
+    assert f"a module that registers {TASKS['put_on_plate_25_vision_image'].environment}" in said
 
 
 @pytest.mark.slow

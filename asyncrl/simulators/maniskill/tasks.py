@@ -91,8 +91,8 @@ TASKS: Final = {
         for i in range(5)
     },
     "put_on_plate_25": _published("PutOnPlateInScene25Main-v3"),
-    "put_on_plate_25_vision": _published("PutOnPlateInScene25VisionImage-v1"),
-    "put_on_plate_25_semantic": _published("PutOnPlateInScene25Instruct-v1"),
+    "put_on_plate_25_vision_image": _published("PutOnPlateInScene25VisionImage-v1"),
+    "put_on_plate_25_instruct": _published("PutOnPlateInScene25Instruct-v1"),
     "put_on_plate_25_position": _published("PutOnPlateInScene25Position-v1"),
 }  # By the simulator's name without maniskill_.
 
