@@ -64,6 +64,7 @@ def test_the_time_of_kernels_is_shared_out_and_the_rest_is_idle(monkeypatch: pyt
     assert list(times.shares(found)) == ["matrix products", "fused by the compiler", "idle"]
 
 
+@pytest.mark.slow
 def test_the_models_of_full_runs_are_written_by_a_plain_command(tmp_path: Path) -> None:
     """As a user calls it: nothing of the tests is on the path of modules, and LIBERO's words are known."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

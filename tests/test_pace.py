@@ -111,6 +111,7 @@ def test_rounds_that_end_at_any_stage_continue(tmp_path, monkeypatch, capsys) ->
     assert "was begun with episodes 2, not 3" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_sigterm_ends_the_stage_too(tmp_path) -> None:
     arguments = [*flags(tmp_path / "models", tmp_path / "out"), "--round-updates", "100000"]

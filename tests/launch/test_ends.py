@@ -52,6 +52,7 @@ def test_a_filter_that_leaves_nothing_ends_the_run_well(flags, tmp_path, capsys,
     assert checkpoint.latest(run) == run / "checkpoints" / "update_000000"
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_an_actor_that_dies_too_often_ends_the_run_with_what_was_learned(flags, tmp_path, fragile) -> None:
     run = tmp_path / "run"

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.render
 EVALUATED = ("--evaluate-every", "2", "--evaluation.episodes", "1")
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_run_measures_its_first_and_its_last_version(flags, tmp_path) -> None:
     run = tmp_path / "run"

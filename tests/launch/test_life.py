@@ -64,6 +64,7 @@ def living(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterat
     made.process.wait(PATIENCE)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_run_is_monitored_from_its_first_moment(living: Living) -> None:
     values, until = dict[str, float](), time.monotonic() + PATIENCE

@@ -216,6 +216,7 @@ def test_a_run_in_a_simulator_trains_and_repeats_itself(tmp_path, capsys) -> Non
     assert {m.SUCCESS_ONCE.name, m.GRAD_NORM.name} <= set(rows(run)[0])
 
 
+@pytest.mark.slow
 @needs_opengl
 @pytest.mark.multiprocess
 def test_a_run_goes_on_when_a_worker_of_its_actor_is_killed(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -163,12 +164,12 @@ def test_a_run_whose_folder_is_gone_ends_with_one_sentence(tmp_path, how):
 
 
 def test_a_replay_makes_the_folder_of_its_socket_again(tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    short = Path(tempfile.mkdtemp(dir="/tmp"))  # A socket's path has at most 107 bytes.
+    monkeypatch.setenv("TMPDIR", str(short))
     monkeypatch.setattr("tempfile.tempdir", None)
-    (tmp_path / "tmp").mkdir()
     identity = RunIdentity(secret="5" * 64, attempt=1)
     with endpoints.opened(Hosts(), tmp_path, identity) as (folder, endpoint):
-        shutil.rmtree(tmp_path / "tmp")
+        shutil.rmtree(short)
         for _ in range(2):
             endpoints.restore_folder(folder, identity)
             assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -178,6 +179,7 @@ def test_a_replay_makes_the_folder_of_its_socket_again(tmp_path, monkeypatch):
         folder.chmod(0o755)
         with zmq.Context() as context, pytest.raises(ConfigError, match="other users can enter"):
             bind_router(context, endpoint)
+    shutil.rmtree(short, ignore_errors=True)
 
 
 def test_a_killed_child_is_reported_by_the_signals_name(tmp_path):

@@ -342,6 +342,7 @@ def two_copies() -> tuple[list[list[int]], float, float]:
     return rows_of_ranks_exchange_once_in_a_step(), norm_of_gradients(copies=1), norm_of_gradients(copies=2)
 
 
+@pytest.mark.slow
 def test_hosts_that_have_a_copy_each_add_them_up_behind_the_last_pass_of_a_step() -> None:
     for (one_pass, three, again), alone, twice in run_ranks(two_copies, ranks=4, deadline=110.0):
         gathered, sums, between = one_pass

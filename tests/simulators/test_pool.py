@@ -85,7 +85,7 @@ def test_nobody_waits_for_the_slowest(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("kind", ["kill", "raise", "hang"])
+@pytest.mark.parametrize("kind", ["kill", "raise", pytest.param("hang", marks=pytest.mark.slow)])
 def test_what_a_lost_worker_played_is_played_again_with_the_same_result(kind: str, tmp_path, caplog) -> None:
     def results(*settings: str) -> list[tuple[int, int, list[float]]]:
         with SimulatorPool(source(2, *settings), workers=2, timeout=8) as pool:
