@@ -62,7 +62,8 @@ def main(arguments: list[str]) -> int:
     }
     fits.get(type(config), _fit_decoder)(config)
     if read_job().rank == 0:
-        remove(kept.folder) if kept is not None else None
+        if kept is not None:
+            remove(kept.folder)
         print(f"done in {time.monotonic() - began:.0f} s", flush=True)
     return 0
 

@@ -204,8 +204,8 @@ class FitWorld(Refinable):
     context_sigma: Annotated[float, Within(0, 1000, "it is a width.", "Use 0.1.")] = CONTEXT_SIGMA
     """Noise on the memory latent while training, against drift. Of wan only: others have a published one."""
     imagined_memory: Annotated[float, Within(0, 1, "it is a share.", "Use 0.5, or 0.")] = 0.0
-    """Share of windows whose memory latent the network drew itself, against drift, for a fifth more time
-    (scheduled sampling). Of wan only."""
+    """Share of windows whose memory latent the network drew itself, against drift (scheduled sampling).
+    Of wan only."""
     camera: str = ""
     """Of evac only: JSON file with the pose of the camera, for simulators of which it is not known."""
     refine: str = ""

@@ -320,7 +320,8 @@ class ImaginedMemories:
     """Memory latents that the network draws itself while it learns, against drift.
 
     Scheduled sampling (arXiv 1506.03099). A drawn memory begins at the drawn one before it: during a fit
-    they become as deep as episodes are long.
+    they become as deep as episodes are long. A fit that goes on after an interruption begins with recorded
+    ones again.
     """
 
     def __init__(self, windows: Windows, share: float, steps: int) -> None:
@@ -388,7 +389,7 @@ def window_losses(
         latents_B, actions_B = windows.take(chosen)
         if memories is not None:
             latents_B = memories.fill(latents_B, chosen)
-            # Not before the network draws something, and for a fifth of the time.
+            # The first fifth of the steps has recorded memories: the network draws nothing useful yet.
             if part == 0 and step % DRAWN_EVERY == 0 and step >= schedule.steps // 5:
                 memories.draw(velocity, chosen, noise.new.to(device))
         latents_B, actions_B = latents_B.to(device), actions_B.to(device)
