@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +26,7 @@ from asyncrl.devices.tensors import to_device
 from asyncrl.errors import CheckpointError, ConfigError, RunError, first_line
 from asyncrl.fitting.recording_files import Frames, blocks
 from asyncrl.observability import process_status
-from asyncrl.observability.signals import held
+from asyncrl.observability.signals import held, held_signal
 from asyncrl.observability.terminal import progress
 from asyncrl.storage.assets import world_folder
 from asyncrl.storage.atomic import publish, read_json, unfinished, write_json
@@ -261,7 +262,8 @@ def minimise(
             get_ema_multi_avg_fn(decay)(averaged, [p.detach() for p in parameters], step)
 
     shown = {"desc": name, "initial": len(losses), "disable": schedule.ranks.rank > 0}
-    with state.kept(), progress(total=schedule.steps, **shown) as bar:
+    together = held() if schedule.ranks.size > 1 else nullcontext()  # Several ranks end after the same step.
+    with state.kept(), together, progress(total=schedule.steps, **shown) as bar:
         for step in range(len(losses), schedule.steps):
             with held():  # A state between two steps cannot be continued.
                 make(step)
@@ -295,7 +297,10 @@ class _State:
         self._stage, self._schedule, self._kept = stage, schedule, schedule.kept
         if self._kept is not None and (self._kept.folder / stage).is_dir():
             self._read(self._kept.folder / stage)
-        self._due = time.monotonic() + KEPT_AFTER
+        self._began = time.monotonic()
+        self._due = self._began + KEPT_AFTER
+        self._every = 8  # Steps until the ranks look again whether one of them was sent a signal.
+        self._whole = schedule.ranks.size == 1  # All ranks are at the same step.
 
     def _read(self, folder: Path) -> None:
         try:
@@ -345,22 +350,29 @@ class _State:
         try:
             yield
         except KeyboardInterrupt as ended:
-            if self._schedule.ranks.size == 1 and self.losses:  # Several ranks are not at the same step.
+            if self._whole and self.losses:
                 self._write()
                 done = f"step {len(self.losses)} of {self._schedule.steps} of `{self._stage}`"
-                ended.add_note(f"{done} is kept: the same command goes on from it")
+                if not self._schedule.ranks.rank:
+                    ended.add_note(f"{done} is kept: the same command goes on from it")
             raise
         if not self._kept.folder.name.endswith(self._stage):
             self._write()
 
     def keep_if_due(self) -> None:
-        """Write it if it was long ago."""
+        """Write it if it was long ago; end all ranks together if one of them has been sent a signal."""
+        ranks, done, late = self._schedule.ranks, len(self.losses), time.monotonic() >= self._due
         if self._kept is None:
             return
-        ranks, late = self._schedule.ranks, time.monotonic() >= self._due
-        if ranks.size > 1:  # Rank 0 decides for all, but not after every step: that takes time.
-            asked = torch.tensor(float(late and not ranks.rank), device=self._device)
-            late = not len(self.losses) % 8 and bool(ranks.sum(asked))
+        if ranks.size > 1:  # Rank 0 decides for all, but not after every fast step: that takes time.
+            if done % self._every and done < self._schedule.steps:
+                return
+            slow = time.monotonic() - self._began > self._every
+            asked = torch.tensor([not ranks.rank and late, not ranks.rank and slow, held_signal() > 0])
+            late, slow, self._whole = ranks.sum(asked.to(self._device, torch.float32)).bool().tolist()
+            self._began, self._every = time.monotonic(), 1 if slow else 8
+            if self._whole:
+                raise KeyboardInterrupt(held_signal() or signal.SIGTERM)
         if late:
             self._write()
 

@@ -113,6 +113,11 @@ def held() -> Iterator[None]:
             raise KeyboardInterrupt(number)
 
 
+def held_signal() -> int:
+    """Return the signal that arrived in a `held` block; 0: none."""
+    return _late
+
+
 @contextmanager
 def starting_child() -> Iterator[None]:
     """Keep the terminal's signals from processes that the block starts, also while these import modules."""

@@ -75,18 +75,25 @@ class Line(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize(("stage", "keeps"), [("line", 300.0), ("line", 0.0), ("first", 300.0)])
+@pytest.mark.parametrize(
+    ("stage", "keeps", "ranks"),
+    [("line", 300.0, 1), ("line", 0.0, 1), ("first", 300.0, 1), ("line", 300.0, 2), ("first", 300.0, 2)],
+)
 def test_a_stage_goes_on_with_its_weights_moments_averages_buffers_and_order(
-    stage: str, keeps: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stage: str, keeps: float, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`first` is followed by another one: its end is kept, and is not made again."""
+    """`first` is followed by another one: its end is kept, and is not made again.
+
+    Of two ranks, which get the same signal, each ends after the next step whose number is a multiple of 8.
+    """
+    shared, done = loop.FitRanks(size=ranks, sum=lambda value: ranks * value), {1: 5, 2: 8}[ranks]
     made = list[int]()
     monkeypatch.setattr(loop, "KEPT_AFTER", keeps)
 
     def fit(kept: loop.Kept | None, ends_at: int = 100) -> tuple[float, list[float], int]:
         torch.manual_seed(1)
         line, rngs = Line(), (torch.Generator().manual_seed(2), np.random.default_rng(3))
-        schedule = loop.Schedule(steps=8, batch=1, learning_rate=0.1, warmup=2, kept=kept)
+        schedule = loop.Schedule(steps=12, batch=2, learning_rate=0.1, warmup=2, kept=kept, ranks=shared)
         loss_at = line.loss_at(rngs)
 
         def loss(step: int) -> torch.Tensor:
@@ -100,16 +107,18 @@ def test_a_stage_goes_on_with_its_weights_moments_averages_buffers_and_order(
         result = loop.minimise(stage, line, loss, schedule, average=0.9, rngs=rngs)
         return result, line.at.tolist(), int(line.get_buffer("calls"))
 
-    kept = loop.Kept(folder=tmp_path / "out.fit-line", settings={"steps": 8})
+    kept = loop.Kept(folder=tmp_path / "out.fit-line", settings={"steps": 12})
     whole = fit(None)
     with pytest.raises(KeyboardInterrupt) as ended:
         fit(kept, ends_at=4)
-    assert ended.value.__notes__ == [f"step 5 of 8 of `{stage}` is kept: the same command goes on from it"]
+    assert ended.value.__notes__ == [
+        f"step {done} of 12 of `{stage}` is kept: the same command goes on from it"
+    ]
     assert fit(kept) == whole
-    assert made == [*range(8), *range(5), *range(5, 8)]
+    assert made == [*range(12), *range(done), *range(done, 12)]
     if stage == "first":
         assert fit(kept) == whole
-        assert made[16:] == []
+        assert made[24:] == []
 
 
 @pytest.mark.slow
