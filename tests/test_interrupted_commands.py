@@ -1,6 +1,8 @@
 """Signals and closed outputs: every command ends with one line, or does its work, and keeps what was done."""
 
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
@@ -117,6 +119,22 @@ def interrupted(
     return process.returncode, said, errors
 
 
+def hung_up(words: Sequence[str], mark: Path, new: Path, delay: float) -> tuple[int, str]:
+    """Close the terminal of a command after `delay`; returns its code and all that it wrote there."""
+    terminal, inner = pty.openpty()
+    program = ["setsid", "--ctty", sys.executable, "-m", "asyncrl", *words]
+    process = subprocess.Popen(
+        program, env=environment(mark), stdin=inner, stdout=inner, stderr=inner, cwd=new
+    )
+    os.close(inner)
+    said, until = b"", time.monotonic() + delay
+    while process.poll() is None and (left := until - time.monotonic()) > 0:
+        if select.select([terminal], [], [], left)[0]:
+            said += os.read(terminal, 65536)
+    os.close(terminal)
+    return process.wait(timeout=120), said.decode()
+
+
 def check_end(code: int, number: signal.Signals, errors: str, mark: Path, usual: int | None) -> None:
     assert "Traceback" not in errors
     assert "Exception ignored" not in errors
@@ -198,9 +216,10 @@ def test_collected_episodes_are_kept_whatever_ends_it(ends_by, tmp_path, monkeyp
 @pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, None])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_signal_at_any_moment_gets_one_line(name, number, bench, tmp_path) -> None:
+    """None: the terminal is closed. It sends SIGHUP too, and what is written afterwards fails."""
     usual, seconds = None, ENDLESS_SECONDS
     if name in ENDING:
         (new := tmp_path / "usual").mkdir()
@@ -210,6 +229,12 @@ def test_a_signal_at_any_moment_gets_one_line(name, number, bench, tmp_path) -> 
     for moment, share in MOMENTS.items():
         (new := tmp_path / moment).mkdir()
         delays = (max(0.06, share * seconds), *([1.2] if moment == "second" else []))
-        code, _, errors = interrupted(start(bench.words(name, new), tmp_path, new), number, *delays)
         saved = 0 if name.startswith("train") and moment != "import" else usual
+        if number is None:
+            code, said = hung_up(bench.words(name, new), tmp_path, new, delays[0])
+            assert code in (128 + signal.SIGHUP, saved), said
+            assert "Traceback" not in said
+            assert left_over(tmp_path) == []
+            continue
+        code, _, errors = interrupted(start(bench.words(name, new), tmp_path, new), number, *delays)
         check_end(code, number, errors, tmp_path, saved)
