@@ -228,7 +228,7 @@ def _evaluate(config: EvaluateConfig, run: RunSettings | None) -> None:
         if world is not None:
             contact_sheet.check_imagines(world, spec)
         shown = contact_sheet.PAIRS if world is not None else 0
-        on_frames = _movie_writer(Path(config.movies)) if config.movies else None
+        on_frames = movie_writer(Path(config.movies)) if config.movies else None
         result, played = success_rate.evaluate(pool, act, plays, on_frames=on_frames, keep_frames=shown)
     print(table(result))
     if spec.protocol:
@@ -261,13 +261,15 @@ def _write_json(
     Path(config.json).write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
-def _movie_writer(folder: Path) -> Callable[[SimulatedEpisode], None]:
+def movie_writer(folder: Path) -> Callable[[SimulatedEpisode], None]:
+    """Make a folder, and return a function that writes an episode's movie into it."""
+    from asyncrl.evaluation.contact_sheet import movie, unjudged
     from asyncrl.storage.media import movie_suffix, write_movie
 
     def write(episode: SimulatedEpisode) -> None:
         outcome = "solved" if episode.solved else "failed"
         name = f"{episode.start.name.replace('/', '_')}_{episode.repeat}_{outcome}{movie_suffix()}"
-        write_movie(folder / name, episode.frames, rate=20)
+        write_movie(folder / name, movie([unjudged(episode)], episode.start.name), rate=20)
 
     folder.mkdir(parents=True, exist_ok=True)
     return write

@@ -32,7 +32,7 @@ from asyncrl.worlds.interface import State, World, imagine
 PAIRS: Final = 16  # Most episodes on a contact sheet.
 RATE: Final = 10  # Steps per second of a movie.
 _BATCH: Final = 32
-_WIDTH: Final = 128  # Least width of one judged picture in pixels.
+_WIDTH: Final = 128  # Least side of one judged picture in pixels.
 _COLUMNS: Final = 3
 _TEXT: Final = 13
 
@@ -223,12 +223,13 @@ def _row(episode: JudgedEpisode) -> Image.Image:
 def _tile(episode: JudgedEpisode, step: int) -> Image.Image:
     true_step = min(step, len(episode.truth) - 1)
     solved = episode.solved_at is not None and step >= episode.solved_at
-    halves = [_half(episode.truth[true_step], "true", solved)]
+    width = _WIDTH if len(episode.imagined) else 2 * _WIDTH
+    halves = [_half(episode.truth[true_step], "true", solved, width)]
     lines = [episode.task, f"step {true_step}"]
     if len(episode.imagined):
         judged = episode.judged_at is not None and step >= episode.judged_at
         imagined_step = episode.shown_step if judged else true_step
-        halves.append(_half(episode.imagined[imagined_step], "imagined", judged))
+        halves.append(_half(episode.imagined[imagined_step], "imagined", judged, width))
         if episode.scores is not None:
             lines[1] += f"   score {episode.scores[imagined_step]:.2f}"
     over = step >= len(episode.truth) - 1
@@ -236,8 +237,8 @@ def _tile(episode: JudgedEpisode, step: int) -> Image.Image:
     return captioned(in_row(halves, 2), lines, edge=episode.edge if over else INK)
 
 
-def _half(frame: NDArray[np.uint8], name: str, success: bool) -> Image.Image:
-    picture, top = enlarged(frame, _WIDTH), _TEXT + 5
+def _half(frame: NDArray[np.uint8], name: str, success: bool, width: int) -> Image.Image:
+    picture, top = enlarged(frame, width), _TEXT + 5
     whole = Image.new("RGB", (picture.width, picture.height + top), media.PAPER)
     whole.paste(picture, (0, top))
     draw = ImageDraw.Draw(whole)

@@ -34,7 +34,7 @@ from asyncrl.replay_tools.episodes import (
 from asyncrl.rewards.interface import deciding_step
 from asyncrl.storage import media
 
-TILE_WIDTH = 96
+TILE_WIDTH = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +189,7 @@ def _frame(episode: Episode, steps: int, picture: Image.Image) -> Image.Image:
     decision = max(0, steps - 1) // episode.rewards.shape[1]
     score = f"{scores[steps - 1]:.2f}" if steps else "-"
     lines = [
+        episode.task,
         f"step {steps} / {len(scores)}   version {episode.policy_versions[decision]}",
         f"score {score}   reward {rewarded:g}",
     ]

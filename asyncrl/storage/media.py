@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from functools import cache
@@ -36,9 +37,9 @@ def font(size: int) -> Font:
     return ImageFont.load_default(size)
 
 
-def enlarged(frame: NDArray[np.uint8], width: int) -> Image.Image:
-    """Enlarge a frame ``[H, W, 3]`` uint8 to at least `width` pixels by repeating pixels."""
-    times = max(1, -(-width // frame.shape[1]))
+def enlarged(frame: NDArray[np.uint8], least: int) -> Image.Image:
+    """Enlarge a frame ``[H, W, 3]`` uint8 to at least `least` pixels a side by repeating pixels."""
+    times = max(1, -(-least // min(frame.shape[:2])))
     return Image.fromarray(frame.repeat(times, 0).repeat(times, 1))
 
 
@@ -93,7 +94,8 @@ def in_columns(columns: Sequence[Sequence[Image.Image]], heads: Sequence[str]) -
 
 GREEN: Final = (60, 190, 90)
 RED: Final = (200, 70, 60)
-_PALETTE_FRAMES: Final = 16  # Frames of a movie that its palette is computed from
+_PALETTE_PIXELS: Final = 2_000_000  # Pixels, spread over all frames, that a palette is computed from.
+_LAST_SHOWN: Final = 2000  # Milliseconds for which an animation shows its end before it begins again.
 
 
 def can_write_mp4() -> bool:
@@ -131,13 +133,14 @@ def write_gif(path: Path, frames: Iterable[NDArray[np.uint8]], *, rate: int) -> 
     pictures = list(frames)
     palette = _palette(pictures)
     drawn = [Image.fromarray(frame).quantize(palette=palette, dither=Image.Dither.NONE) for frame in pictures]
-    drawn[0].save(path, save_all=True, append_images=drawn[1:], duration=1000 // rate, loop=0, optimize=True)
+    shown = [1000 // rate] * (len(drawn) - 1) + [_LAST_SHOWN]
+    drawn[0].save(path, save_all=True, append_images=drawn[1:], duration=shown, loop=0, optimize=True)
 
 
 def _palette(frames: list[NDArray[np.uint8]]) -> Image.Image:
-    chosen = [
-        frames[i] for i in np.linspace(0, len(frames) - 1, min(len(frames), _PALETTE_FRAMES)).astype(int)
-    ]
+    every = max(1, round(math.sqrt(sum(frame.size // 3 for frame in frames) / _PALETTE_PIXELS)))
+    chosen = [frame[i % every :: every, i // every % every :: every] for i, frame in enumerate(frames)]
+    chosen = [part.reshape(-1, 1, 3) for part in chosen]
     kept = Image.Quantize.MAXCOVERAGE  # Keeps the colours of small objects, unlike the usual median cut.
     return Image.fromarray(np.concatenate(chosen)).quantize(256, kept, kmeans=3)
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageSequence
 
-from asyncrl.commands.evaluate import main
+from asyncrl.commands.evaluate import main, movie_writer
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.evaluation.contact_sheet import (
     JudgedEpisode,
@@ -122,7 +122,7 @@ def test_a_sheet_has_a_frame_per_step_and_an_edge_per_outcome(tmp_path: Path) ->
             sheet.seek(index)
             durations += sheet.info["duration"]
             last = np.asarray(sheet.convert("RGB")).astype(int)
-    assert durations == 9 * 100  # frames that do not change are joined
+    assert durations == 8 * 100 + 2000  # frames that do not change are joined
     width, below = 2 * 128 + 2 + 10, 24 + 5 + 18 + 128 + 8
     (r, g, _), (r2, g2, _) = last[below, 11], last[below, width + 11]
     assert g > r + 50, "solved: green"
@@ -216,3 +216,18 @@ def test_the_movie_stops_the_imagined_half_at_the_judged_step(tmp_path: Path) ->
     middle = last[100, 10 + 128 + 2 + 64]  # In the right half of the first tile.
     assert np.abs(middle - 70).max() <= 2, middle
     assert not list(tmp_path.glob("*.tmp*"))
+
+
+def test_a_movie_of_an_episode_says_what_it_shows(tmp_path: Path) -> None:
+    """Small frames are enlarged; task, step and outcome stand below them."""
+    movie_writer(tmp_path)(played(58, 20, True))
+    (path,) = tmp_path.iterdir()
+    assert path.stem == "counting_seed-1_0_solved"
+    with Image.open(path) as movie:
+        frames = [np.asarray(frame.convert("L")) for frame in ImageSequence.Iterator(movie)]
+    assert len(frames) == 21
+    rows = ((np.abs(frames[0].astype(int) - 58) <= 1).sum(1) == 256).nonzero()[0]
+    assert len(rows) == 256
+    below = frames[-1][rows.max() + 1 :]
+    lines = [below[top : top + 18, 8:].min() < 100 for top in range(0, 54, 18)]
+    assert lines == [True, True, True], "task, step, outcome"

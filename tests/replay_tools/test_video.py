@@ -119,16 +119,17 @@ def test_the_sheet_shows_four_frames_of_each_episode(run_dir: Path, capsys) -> N
     assert "2 of 2 successes, 6 of 6 failures" in capsys.readouterr().out
     with Image.open(out) as image:
         sheet = np.asarray(image.convert("RGB"))
+    wide = pictures.TILE_WIDTH
     rows, columns = np.nonzero((sheet == GREEN).all(axis=2))
     assert columns.min() == SPACE, "successes stand at the left"
-    label = captioned(Image.new("RGB", (96, 0)), ["step 8"], edge=INK).height
-    top = int(rows.min()) - 96 - label  # The edge begins below the pictures of the first episode.
-    times, episode = 96 // IMAGE, episode_of(0, 0)
+    label = captioned(Image.new("RGB", (wide, 0)), ["step 8"], edge=INK).height
+    top = int(rows.min()) - wide - label  # The edge begins below the pictures of the first episode.
+    times, episode = wide // IMAGE, episode_of(0, 0)
     assert len(episode.video), "so that the picture that was judged is there"
     short_path = [episode.frames[0], episode.frames[0], episode.frames[1], episode.video[episode.steps - 1]]
     for place, frame in enumerate(short_path):
-        left = SPACE + place * (96 + 2)
-        assert np.array_equal(sheet[top : top + 96 : times, left : left + 96 : times], frame)
+        left = SPACE + place * (wide + 2)
+        assert np.array_equal(sheet[top : top + wide : times, left : left + wide : times], frame)
     assert np.nonzero((sheet == RED).all(axis=2))[1].min() > columns.max()
 
 

@@ -16,6 +16,7 @@ def table_with_a_moving_cube(frames: int) -> np.ndarray:
     movie = np.repeat(table[None], frames, 0)
     for number, frame in enumerate(movie):
         frame[40:46, number : number + 6] = (200, 30, 30)
+        frame[50:54, 30:34] = (250, 240, 20) if number == 5 else (74, 70, 66)  # It flashes once.
         frame[22:26] = (number * 5, 255 - number * 5, 128)  # Something whose colour changes all the time.
     return movie
 
@@ -23,8 +24,13 @@ def table_with_a_moving_cube(frames: int) -> np.ndarray:
 def test_a_movie_keeps_steady_and_small_colours_with_one_palette(tmp_path: Path) -> None:
     write_gif(tmp_path / "movie.gif", table_with_a_moving_cube(48), rate=10)
     with Image.open(tmp_path / "movie.gif") as gif:
-        shown = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(gif)]
+        shown, shown_for = [], []
+        for frame in ImageSequence.Iterator(gif):
+            shown.append(np.asarray(frame.convert("RGB")))
+            shown_for.append(frame.info["duration"])
     assert len(shown) == 48
+    assert shown_for == [100] * 47 + [2000], "its end can be read before it begins again"
+    assert np.abs(shown[5][52, 32].astype(int) - (250, 240, 20)).max() <= 12
     greys = {tuple(frame[60, 60].tolist()) for frame in shown}
     assert len(greys) == 1
     assert np.abs(np.subtract(greys.pop(), (74, 70, 66))).max() <= 4
