@@ -1,16 +1,16 @@
 """`asyncrl` and `python -m asyncrl`: prepare the process, then import and run the command."""
 
-from __future__ import annotations
-
-import os
-import sys
-from typing import NoReturn
-
-from asyncrl.errors import end_at_once, handle_signals
+import _signal  # pyright: ignore[reportMissingImports]  # Built in: `signal` takes a millisecond to import.
 
 
-def start(*command: str) -> NoReturn:
+def start(*command: str) -> None:
     """Run the command line of this process, whose first words are `command`; signals always get one line."""
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # Python's own shows a traceback.
+    import os
+    import sys
+
+    from asyncrl.errors import end_at_once, handle_signals
+
     handle_signals(end_at_once)
     for descriptor in range(3):
         try:

@@ -46,15 +46,18 @@ def about(command: str) -> str:
 
 def program(*command: str) -> NoReturn:
     """Run the command line of this process, whose first words are `command`, and end with its code."""
-    handle_signals(interrupt)
     sys.unraisablehook = repeat_lost
     try:
-        code = main([*command, *sys.argv[1:]])
+        try:
+            handle_signals(interrupt)
+            code = main([*command, *sys.argv[1:]])
+        except SystemExit as ended:  # tyro's, after --help or a wrong flag.
+            code = int(ended.code or 0)
+        finally:
+            handle_signals(end_at_once)
     except KeyboardInterrupt as ended:  # Before or behind the command.
         end_at_once(ended.args[0] if ended.args else signal.SIGINT)
         raise
-    finally:
-        handle_signals(end_at_once)
     raise SystemExit(expect_exit(code))
 
 

@@ -22,6 +22,7 @@ from asyncrl.simulators.interface import SimulatorSource
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import Observations
 from asyncrl.storage import run_owner
+from support import ROOT
 from support.recorded import recorded_spec, write_recorded
 from support.recorded_run import make_run
 from support.run_folders import write_run
@@ -177,6 +178,39 @@ def test_every_command_works_with_a_closed_output(name: str, bench: Bench, tmp_p
 def test_a_signal_while_modules_are_imported_gets_one_line(name, delay, number, bench, tmp_path) -> None:
     code, _, errors = interrupted(start(bench.words(name, tmp_path), tmp_path, tmp_path), number, delay)
     check_end(code, number, errors, tmp_path, 0 if name == "metrics" else None)
+
+
+SENT_AT: Final = """
+import atexit, os, sys
+def send(name, *_):
+    if name == {at!r}:
+        os.kill(os.getpid(), {number})
+atexit.register(send, "end")
+sys.meta_path.insert(0, type("Finder", (), {{"find_spec": staticmethod(send)}}))
+sys.argv[1:] = {words!r}
+from asyncrl.__main__ import start
+start()
+"""
+
+
+@pytest.mark.parametrize(
+    ("at", "number", "words", "code", "said"),
+    [
+        ("asyncrl.errors", 2, "metrics", -2, ""),
+        *(
+            ("asyncrl.cli", number, "metrics", 128 + number, "asyncrl: interrupted\n")
+            for number in (1, 2, 15)
+        ),
+        *(("end", number, words, 0, "") for number in (1, 2, 15) for words in ("metrics", "status --help")),
+        ("end", 2, "status --wrong", 2, None),
+    ],
+)
+def test_a_signal_before_and_behind_the_command_shows_no_traceback(at, number, words, code, said) -> None:
+    """It is sent as a module is imported, or at the very end, when the exit code is settled."""
+    program = SENT_AT.format(at=at, number=number, words=words.split())
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == code
+    assert done.stderr == said or (said is None and "Traceback" not in done.stderr)
 
 
 def test_without_a_terminal_progress_is_lines_and_never_two_bars(monkeypatch, capsys) -> None:
