@@ -233,7 +233,8 @@ def _read_info(path: Path) -> tuple[dict[str, dict[str, Any]], float, str, int |
         if not version.startswith("v3."):
             raise ConfigError(
                 f"{path} is a LeRobot folder of version {shortened(version)}, and v3.0 is read. Convert it "
-                "with LeRobot: python -m lerobot.datasets.v30.convert_dataset_v21_to_v30 --repo-id NAME."
+                "with LeRobot 0.4: python -m lerobot.datasets.v30.convert_dataset_v21_to_v30 --root "
+                f"{path.resolve().parent} --repo-id {path.resolve().name} --push-to-hub=false"
             )
         if not 0 < rate <= 10_000:
             raise ValueError(f"fps is {rate}")
@@ -270,6 +271,8 @@ def _read_tasks(path: Path) -> dict[int, Any]:
     with _reading(file):
         table = _read_table(file, ["task_index"], texts=("task", "__index_level_0__"))
         numbers, texts = _numbers_in(table, "task_index")[:, 0].tolist(), table.column(1).to_pylist()
+        if len(set(numbers)) < len(numbers):
+            raise ValueError("it has a task_index twice")
     return dict(zip(numbers, texts, strict=True))
 
 
@@ -346,6 +349,8 @@ class _Movie:
             self._raw = io.FileIO(open_regular(path), "rb")
             try:
                 self._container: Any = av.open(self._raw, format="mp4")
+                if (count := len(self._container.streams.video)) != 1:
+                    raise ValueError(f"it has {count} movies, expected 1")
                 stream = self._container.streams.video[0]
                 stream.thread_type = "AUTO"
                 self._decoded: Iterator[Any] = self._container.decode(stream)
@@ -365,6 +370,9 @@ class _Movie:
                     self._frame = next(self._decoded, None)
                     if self._frame is None or self._frame.time is None:
                         raise ValueError(f"it has no frame at {seconds:.3f} s")
+                    # Of the first frame alone: PyAV frees a frame late whose data were looked at.
+                    if self._at < 0 and any(d.type.name == "DISPLAYMATRIX" for d in self._frame.side_data):
+                        raise ValueError("its frames are to be turned or mirrored: write them upright")
                     self._at = float(self._frame.time)
                 if self._at > seconds + tolerance:
                     raise ValueError(f"it has no frame at {seconds:.3f} s, the next is at {self._at:.3f} s")
@@ -373,8 +381,6 @@ class _Movie:
                         f"its frames have {found[0]} x {found[1]} pixels, but meta/info.json says "
                         f"{self._size[0]} x {self._size[1]}"
                     )
-                if turned := getattr(self._frame, "rotation", 0):
-                    raise ValueError(f"its frames are to be turned by {turned} degrees: write them upright")
                 picture = self._frame.to_ndarray(format="rgb24")
             yield picture
 

@@ -255,6 +255,33 @@ def _cut(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:700])
 
 
+def _turn(**numbers: str) -> Callable[[Path], None]:
+    """Write hex numbers into the matrix by which the pictures of a movie are to be shown: ``[3, 3]``."""
+
+    def turn(folder: Path) -> None:
+        path = folder / "videos" / TOP / "chunk-000/file-000.mp4"
+        content, matrix = path.read_bytes(), ["00010000", *["00000000"] * 3, "00010000", *["00000000"] * 3]
+        upright = bytes.fromhex("".join(matrix))
+        assert (place := content.find(upright, content.find(b"tkhd"))) > 0
+        for name, number in numbers.items():
+            matrix[int(name[1:])] = number
+        path.write_bytes(content[:place] + bytes.fromhex("".join(matrix)) + content[place + len(upright) :])
+
+    return turn
+
+
+def _two_movies(folder: Path) -> None:
+    path = folder / "videos" / TOP / "chunk-000/file-000.mp4"
+    with av.open(str(path)) as one, av.open(str(folder / "two.mp4"), "w") as two:
+        streams = [two.add_stream_from_template(one.streams.video[0]) for _ in range(2)]
+        for packet in list(one.demux(video=0)):
+            if packet.dts is not None:
+                for stream in streams:
+                    packet.stream = stream
+                    two.mux(packet)
+    (folder / "two.mp4").rename(path)
+
+
 def _swap(folder: Path) -> None:
     parts = [folder / "data/chunk-000" / f"file-{number:03d}.parquet" for number in (0, 1)]
     first = parts[0].read_bytes()
@@ -326,12 +353,23 @@ def _rewrite(path: Path, column: str, values: list[object]) -> None:
             lambda f: _rewrite(f / "meta/tasks.parquet", "task_index", ["a", "b"]),
             "task_index holds string, expected numbers",
         ),
-        (lambda folder: _edit(folder, codebase_version="v2.1"), "version 'v2.1', and v3.0 is read"),
+        (
+            lambda f: _rewrite(f / "meta/tasks.parquet", "task_index", [0, 0]),
+            "it has a task_index twice",
+        ),
+        (
+            lambda folder: _edit(folder, codebase_version="v2.1"),
+            "version 'v2.1', and v3.0 is read.*--repo-id towel --push-to-hub=false",
+        ),
         (lambda folder: _edit(folder, fps=0), "fps is 0"),
         (lambda folder: _edit(folder, data_path="../../{chunk_index}"), "data_path is"),
         (lambda folder: (folder / "meta/tasks.parquet").write_bytes(b"PAR1"), "tasks.parquet cannot be read"),
         (lambda folder: (folder / EPISODES).unlink(), "has no episodes"),
         (_cut, "mp4 cannot be read"),
+        (_turn(n0="00000000", n1="00010000", n3="ffff0000", n4="00000000"), "to be turned or mirrored"),
+        (_turn(n0="ffff0000"), "to be turned or mirrored"),
+        (_turn(n4="ffff0000"), "to be turned or mirrored"),
+        (_two_movies, "it has 2 movies, expected 1"),
         (_swap, "it has 0 rows of episode 0, where meta/episodes says 12"),
         (_pipe, "it is a named pipe"),
         (lambda folder: (folder / "videos" / TOP / "chunk-000/file-001.mp4").unlink(), "cannot be read"),

@@ -123,7 +123,9 @@ def test_statistics_that_are_no_object_and_settings_of_another_type_are_refused(
     def read(statistics: object) -> None:
         changed(folder / "scaled" / "config.json", lambda c: c.update(norm_stats=statistics), open_folder)
 
-    assert accepted(read, ["x", [1], 3]) == []
+    (folder / "scaled" / "dataset_statistics.json").unlink(missing_ok=True)
+    no_data_sets = ({"x": GOOD}, {"x": None}, {"x": {"proprio": GOOD}}, {"action": GOOD}, {"x": {"action": GOOD}, "y": {}})
+    assert accepted(read, ["x", [1], 3, *no_data_sets]) == []
     wrong = [
         {"chunk": 8.0},
         {"chunk": "8"},
