@@ -262,7 +262,7 @@ def _turn(**numbers: str) -> Callable[[Path], None]:
         path = folder / "videos" / TOP / "chunk-000/file-000.mp4"
         content, matrix = path.read_bytes(), ["00010000", *["00000000"] * 3, "00010000", *["00000000"] * 3]
         upright = bytes.fromhex("".join(matrix))
-        assert (place := content.find(upright, content.find(b"tkhd"))) > 0
+        place = content.index(upright, content.index(b"tkhd"))
         for name, number in numbers.items():
             matrix[int(name[1:])] = number
         path.write_bytes(content[:place] + bytes.fromhex("".join(matrix)) + content[place + len(upright) :])
@@ -353,10 +353,7 @@ def _rewrite(path: Path, column: str, values: list[object]) -> None:
             lambda f: _rewrite(f / "meta/tasks.parquet", "task_index", ["a", "b"]),
             "task_index holds string, expected numbers",
         ),
-        (
-            lambda f: _rewrite(f / "meta/tasks.parquet", "task_index", [0, 0]),
-            "it has a task_index twice",
-        ),
+        (lambda f: _rewrite(f / "meta/tasks.parquet", "task_index", [0, 0]), "it has a task_index twice"),
         (
             lambda folder: _edit(folder, codebase_version="v2.1"),
             "version 'v2.1', and v3.0 is read.*--repo-id towel --push-to-hub=false",

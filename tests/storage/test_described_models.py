@@ -124,7 +124,13 @@ def test_statistics_that_are_no_object_and_settings_of_another_type_are_refused(
         changed(folder / "scaled" / "config.json", lambda c: c.update(norm_stats=statistics), open_folder)
 
     (folder / "scaled" / "dataset_statistics.json").unlink(missing_ok=True)
-    no_data_sets = ({"x": GOOD}, {"x": None}, {"x": {"proprio": GOOD}}, {"action": GOOD}, {"x": {"action": GOOD}, "y": {}})
+    no_data_sets = (
+        {"x": GOOD},
+        {"x": None},
+        {"x": {"proprio": GOOD}},
+        {"action": GOOD},
+        {"x": {"action": GOOD}, "y": {}},
+    )
     assert accepted(read, ["x", [1], 3, *no_data_sets]) == []
     wrong = [
         {"chunk": 8.0},

@@ -260,9 +260,11 @@ def read_statistics(folder: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
         )
     if (folder / STATISTICS).exists():
         statistics = statistics | read_json(folder / STATISTICS)
-    if odd := [key for key, entry in statistics.items() if not isinstance(entry, dict) or "action" not in entry]:
+    if odd := [
+        key for key, entry in statistics.items() if not isinstance(entry, dict) or "action" not in entry
+    ]:
         raise CheckpointError(
-            f"The statistics in {folder} have {shortened(odd[0])}, which is no data set with an action, as in "
+            f"The statistics in {folder} have {shortened(odd[0])}, which is no data set with an action: "
             f'{{"NAME": {{"action": {{"q01": ..., "q99": ...}}}}}}. Mend config.json or {STATISTICS}.'
         )
     return dict(statistics)
