@@ -122,12 +122,8 @@ def _check_compilable(config: TrainConfig) -> None:
 def start_run(models: LoadedModels, again: Path | None = None) -> LearnerStart:
     """Make or find the run's folder; `again` is that of an earlier start of the same job."""
     config, _, policy, files = models
-    if again is not None and checkpoint.latest(again) is not None:
-        config, again = replace(config, run_dir=str(again), resume=True), None
-    elif again is not None:
-        config = replace(config, resume=False)
-    check_resumed(config)
-    run = run_folder.claim(config, again)
+    config = check_resumed(config, again)
+    run = run_folder.claim(config, None if config.resume else again)
     folder = checkpoint.latest(run.path) if config.resume else None
     if folder is not None:
         checkpoint.verify(folder)
@@ -142,17 +138,25 @@ def start_run(models: LoadedModels, again: Path | None = None) -> LearnerStart:
     )
 
 
-def check_resumed(config: TrainConfig) -> None:
-    """Check, before models are loaded, that a run to resume is not alive and its small files can be read."""
+def check_resumed(config: TrainConfig, again: Path | None = None) -> TrainConfig:
+    """Check, before models are loaded, that a run to resume is not alive and its small files can be read.
+
+    Returns the settings: a run that torchrun starts again, in the folder `again`, resumes if it has a checkpoint.
+    """
+    if again is not None:  # Processes of its earlier start may still be ending: `claim` waits for them.
+        config = replace(config, run_dir=str(again), resume=checkpoint.latest(again) is not None)
+        run_owner.check_files(again)
+    else:
+        run_folder.check_free(config)
     if not config.resume:
-        return
-    run_folder.check_free(config)
+        return config
     check_folder(folder := run_folder.locate(config))
     replay, newest = folder / run_folder.REPLAY, checkpoint.latest(folder)
     if (replay / "replay.json").exists():
         read_meta(replay)
     if newest is not None:
         require_ledger(replay / LEDGER, checkpoint.recorded_ledger(newest))
+    return config
 
 
 def learner_offload(config: TrainConfig, update: Update) -> OffloadedTensors:

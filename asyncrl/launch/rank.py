@@ -109,8 +109,8 @@ def _prepare(asked: TrainConfig, job: Job, hosts: Hosts) -> _Run:
     from asyncrl.launch.build import check_resumed, load_models, start_run, use_device
 
     placement = checked_placement(asked, hosts.size)
-    if (again := run_of_earlier_start(job)) is None:
-        check_resumed(asked)
+    again = run_of_earlier_start(job)
+    check_resumed(asked, again)
     console.check_sinks(asked)
     device = use_device(asked, job.local_rank)
     transport = transport_of(asked, placement, hosts.ranks(0))

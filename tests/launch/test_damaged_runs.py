@@ -13,9 +13,13 @@ import pytest
 
 from asyncrl import cli
 from asyncrl.config.run import load_file
+from asyncrl.errors import AsyncRLError
+from asyncrl.launch import rank
 from asyncrl.launch.console import successes, update_rows
+from asyncrl.launch.job import Hosts, Job
 from asyncrl.observability import process_status
 from asyncrl.observability.logger import cut_rows_after
+from asyncrl.observability.signals import StopFlag
 from asyncrl.storage import run_folder
 from support.run_folders import contents
 from support.tiny_models import write_models
@@ -179,6 +183,11 @@ def test_damaged_files_of_state_are_found_before_models_are_loaded(
     if place == "lock" and isinstance(damage, partial):  # Its text is for people; the next owner writes it.
         run_folder.check_free(replace(load_file(run / "config.json"), resume=True, run_dir=str(run)))
         return
+    monkeypatch.setattr("asyncrl.launch.build.load_models", lambda *_: pytest.exit("models were loaded"))
+    monkeypatch.setattr("asyncrl.launch.rank.run_of_earlier_start", lambda _: run)
+    config = load_file(original / "config.json")
+    with pytest.raises(AsyncRLError, match=Path(place).name):  # Of a run that torchrun starts again.
+        rank.lead(config, Job(), Hosts(), StopFlag())
     for more in ([], ["--dry-run"]):
         assert exit_code(["--run-dir", str(run), *flags, *more]) in (1, 2)
         said = capsys.readouterr().err.replace("│", " ")
