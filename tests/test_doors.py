@@ -125,6 +125,12 @@ def test_a_fact_is_read_rightly_or_refused_at_a_door(tmp_path: Path, fact: str, 
     assert not tried(tmp_path, name, fact, 1)
 
 
+@pytest.mark.parametrize("name", ["own_world", "own_simulator", "one_by_one", "vector_env"])
+def test_pictures_of_another_size_than_was_said_are_refused(tmp_path: Path, name: str) -> None:
+    for picture in (PICTURE[::2, ::2], PICTURE[:, ::2], np.tile(PICTURE, (2, 2, 1))):
+        assert outcome(tmp_path / str(picture.shape), name, "picture", picture) is REFUSED
+
+
 @pytest.mark.parametrize(
     ("facts", "said"),
     [

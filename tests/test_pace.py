@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl import cli
 from asyncrl.commands import pace
-from asyncrl.errors import RunError
+from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.replay.group_file import read_group
 from asyncrl.storage import checkpoint
 from support.tiny_models import write_models
@@ -149,6 +149,16 @@ def test_what_cannot_work_is_refused_at_once(tmp_path, monkeypatch, capsys, more
     assert exit_code(["--out", str(tmp_path / "out"), *more], "pace") == 2
     assert sentence in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "rate", ['"0.5"', "true", "null", "NaN", "[0.5]", '0.5}, "true_success": {"rate": 1']
+)
+def test_an_audit_that_is_none_is_refused(tmp_path: Path, rate: str) -> None:
+    shown = ", ".join(f'"{name}": {{"rate": 0.5}}' for name in ("imagined_success", "wrong"))
+    (tmp_path / "old.json").write_text(f'{{"audits": [{{{shown}, "true_success": {{"rate": {rate}}}}}]}}')
+    with pytest.raises(AsyncRLError, match=r"old\.json is no"):
+        pace.rates_of(tmp_path / "old.json")
 
 
 def test_a_command_that_fails_is_named() -> None:

@@ -12,12 +12,12 @@ ROOT = Path(__file__).parent.parent
 CEILINGS = {
     "": (1045, 8),
     "actors": (1138, 5),
-    "commands": (2412, 14),
+    "commands": (2418, 14),
     "config": (1138, 6),
     "devices": (515, 5),
     "doctor": (1324, 7),
     "evaluation": (920, 5),
-    "fitting": (4170, 15),
+    "fitting": (4180, 15),
     "launch": (4530, 20),
     "learner": (3270, 16),
     "messaging": (990, 6),
@@ -27,9 +27,9 @@ CEILINGS = {
     "replay_tools": (1406, 8),
     "rewards": (563, 4),
     "simulators": (4000, 21),
-    "storage": (2336, 10),
+    "storage": (2349, 10),
     "weights": (2158, 11),
-    "worlds": (5415, 24),
+    "worlds": (5425, 24),
 }
 """Package (empty: the top level) -> most lines and modules."""
 MOST_TEST_LINES = 45_000

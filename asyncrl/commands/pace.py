@@ -28,10 +28,11 @@ from asyncrl import registry
 from asyncrl.commands.train import read_settings
 from asyncrl.config.bounds import THREADS, AtLeast, Bounded
 from asyncrl.config.run import TrainConfig
-from asyncrl.errors import ConfigError, RunError
+from asyncrl.errors import ConfigError, RunError, first_line
 from asyncrl.observability.signals import die_with_parent
 from asyncrl.storage.atomic import read_json, write_text
 from asyncrl.storage.run_owner import acquire
+from asyncrl.storage.untrusted import check_types
 
 RECORDED: Final = 50_000  # First simulator seed of the recordings
 AUDITED: Final = 1_000  # Number of the evaluation whose starts audits use: `asyncrl evaluate` begins at 0
@@ -92,8 +93,13 @@ def main(arguments: list[str]) -> int:
 
 def rates_of(audit: Path) -> list[float]:
     """Return the shares of imagined successes, true ones and wrong verdicts of `asyncrl audit --json`."""
-    rates = read_json(audit)["audits"][0]
-    return [rates[name]["rate"] for name in ("imagined_success", "true_success", "wrong")]
+    try:
+        rates, names = read_json(audit)["audits"][0], ("imagined_success", "true_success", "wrong")
+        found = {name: rates[name]["rate"] for name in names}
+        check_types(found, dict.fromkeys(names, float))
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ConfigError(f"{audit} is no audit ({first_line(error)}). Delete it to audit again.") from error
+    return list(found.values())
 
 
 class Rounds:

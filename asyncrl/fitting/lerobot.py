@@ -207,7 +207,7 @@ class LeRobotFolder(DataSet):
         task = self.settings.task
         if not task:
             of_rows = _numbers_in(table, "task_index")[:, 0]
-            task = self._tasks.get(int(of_rows[0]), "")
+            task = self._tasks.get(of_rows[0].item(), "")
             if (of_rows != of_rows[0]).any():
                 self.note("instructions that change within an episode: the first one is taken")
         return check_instruction(task, f"{where} (or --dataset.task)")

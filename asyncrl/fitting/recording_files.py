@@ -32,7 +32,7 @@ from asyncrl.records import POSE_DIM
 from asyncrl.simulators.interface import SimStart
 from asyncrl.simulators.rollout import SimulatedEpisode
 from asyncrl.storage.atomic import replacing
-from asyncrl.storage.untrusted import dataset_in, files_in, open_hdf5
+from asyncrl.storage.untrusted import dataset_in, files_in, open_hdf5, parse_json
 
 if TYPE_CHECKING:
     import h5py
@@ -320,30 +320,38 @@ def read_part(path: Path) -> RecordingFile:
     with _opened(path) as file:
         frames, success = dataset_in(file, "frames"), dataset_in(file, "success")[:]
         check_pictures(frames, (-1, -1, -1, 3), f"{path}: frames")
-        actions, seeds = dataset_in(file, "actions")[:], dataset_in(file, "seeds")[:]
+        actions = dataset_in(file, "actions")[:]
+        numbers = {name: dataset_in(file, name)[:] for name in ("offsets", "seeds", "task_ids")}
+        for name, rows in numbers.items():
+            if rows.dtype.kind not in "iu" or rows.ndim != 1:
+                raise ValueError(
+                    f"{name} are {rows.dtype}{list(rows.shape)}, expected int64 of one dimension"
+                )
         if actions.dtype.kind not in "fiu":
             raise ValueError(f"actions are {actions.dtype}, expected float32")
         if actions.ndim != 2 or not len(actions) == len(success) == len(frames):
             raise ValueError(f"{len(frames)} frames, but {len(actions)} actions and {len(success)} success")
-        about = json.loads(str(file.attrs["about"])) if "about" in file.attrs else {}
-        rate = about.get(RATE, 0) if isinstance(about, dict) else 0
+        about = parse_json(str(file.attrs["about"]).encode()) if "about" in file.attrs else {}
+        rate, cameras = about.get(RATE, 0), json.loads(str(file.attrs["cameras"]))
+        if type(rate) not in (int, float) or rate < 0:
+            raise ValueError(f"{RATE} is {rate!r}")
+        if not isinstance(cameras, list) or not all(isinstance(camera, str) for camera in cameras):
+            raise ValueError(f"cameras are {cameras!r}, expected a list of names")
         part = RecordingFile(
             path=path,
             looks=Looks(
                 simulator=str(file.attrs["simulator"]),
-                cameras=tuple(json.loads(str(file.attrs["cameras"]))),
+                cameras=tuple(cameras),
                 height=frames.shape[1],
                 width=frames.shape[2],
                 action_dim=actions.shape[1],
-                rate=float(rate) if type(rate) in (int, float) else 0.0,
+                rate=float(rate),
             ),
             frames=len(frames),
             actions=actions.astype(np.float32, copy=False),
             success=check_verdicts(success, (len(frames),), f"{path}: success"),
-            offsets=dataset_in(file, "offsets")[:],
             tasks=list(check_instructions(dataset_in(file, "tasks")[:].tolist(), str(path))),
-            seeds=seeds,
-            task_ids=dataset_in(file, "task_ids")[:],
+            **{name: rows.astype(np.int64) for name, rows in numbers.items()},
             poses=dataset_in(file, "poses")[:] if "poses" in file else np.zeros((0, POSE_DIM), np.float32),
         )
         _check(part)

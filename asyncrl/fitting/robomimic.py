@@ -109,7 +109,7 @@ class RobomimicFile(DataSet):
             )
 
     def _environment(self, file: h5py.File) -> tuple[str, float]:
-        env = _json_of(group_in(file, "data"), "env_args")
+        env = self._json_in(group_in(file, "data"), "env_args")
         given = env.get("env_kwargs")
         kwargs: dict[str, Any] = given if isinstance(given, dict) else {}
         if kwargs.get("sample") == "decision":
@@ -121,6 +121,16 @@ class RobomimicFile(DataSet):
         known = type(rate) in (int, float) and 0 < rate <= 10_000
         named = name if isinstance(name, str) and name else "robomimic"
         return self.settings.simulator or named, float(rate) if known else 0.0
+
+    def _json_in(self, group: h5py.Group, name: str) -> dict[str, Any]:
+        if name not in group.attrs:
+            return {}
+        try:
+            found = group.attrs[name]
+            return parse_json(found if isinstance(found, bytes) else str(found).encode())
+        except ValueError as error:
+            self.note(f"{group.name}: {name} is not read ({first_line(error)})")
+            return {}
 
     @contextmanager
     def _opened(self) -> Iterator[h5py.File]:
@@ -214,8 +224,8 @@ class RobomimicFile(DataSet):
         data, demo = group_in(file, "data"), group_in(file, f"data/{name}")
         task: Any = self.settings.task
         task = task or ("task" in demo.attrs and demo.attrs["task"])
-        task = task or _json_of(demo, "ep_meta").get("lang")
-        task = task or _json_of(data, "problem_info").get("language_instruction")
+        task = task or self._json_in(demo, "ep_meta").get("lang")
+        task = task or self._json_in(data, "problem_info").get("language_instruction")
         return check_instruction(task or "", f"{self.path} {name} (or --dataset.task)")
 
 
@@ -320,16 +330,6 @@ def _suite_of(files: Sequence[LiberoFile], simulator: str) -> str:
         f"The suite of these demonstrations cannot be told from their tasks ({sorted(tasks)[0]!r}, ...) and "
         "folders. Import one suite at a time, or say it with --simulator libero_90."
     )
-
-
-def _json_of(group: h5py.Group, name: str) -> dict[str, Any]:
-    if name not in group.attrs:
-        return {}
-    try:
-        found = group.attrs[name]
-        return parse_json(found if isinstance(found, bytes) else str(found).encode())
-    except ValueError:
-        return {}
 
 
 def _described(group: h5py.Group, name: str) -> h5py.Dataset | None:

@@ -18,7 +18,7 @@ from asyncrl.actors.imagination import WorldBackend
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import WorldDefaults
 from asyncrl.devices.offload import NO_OFFLOAD, OffloadedTensors
-from asyncrl.errors import AssetError, CheckpointError, ConfigError
+from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.launch import named_models, simulated
 from asyncrl.launch.simulated import SimulatorFiles, TrainingStarts, check_simulator
 from asyncrl.observability import process_status
@@ -167,7 +167,7 @@ def _starts(config: TrainConfig, size: int) -> list[StartState]:
     path = assets.start_states_path(config.start_states, named_models.folder_part(config.world))
     try:
         starts = load_start_states(path, keyframes=config.keyframes, image_size=size)
-    except AssetError as error:
+    except ConfigError as error:
         raise CheckpointError(f"--start-states {config.start_states}: {error}") from error
     wrong = next((state for state in starts if state.frame.shape[:2] != (size, size)), None)
     if wrong is not None:

@@ -15,6 +15,7 @@ import os
 import shutil
 import stat
 import typing
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
@@ -141,7 +142,13 @@ def parse_json(raw: bytes) -> dict[str, Any]:
     """Parse a JSON object that can be written again, and stored in 64 bits; else raise ValueError."""
     text = raw.decode("utf-8")
     try:
-        value = json.loads(text, parse_int=_number, parse_float=_number, parse_constant=_no_constant)
+        value = json.loads(
+            text,
+            parse_int=_number,
+            parse_float=_number,
+            parse_constant=_no_constant,
+            object_pairs_hook=without_doubles,
+        )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if "\\u" in text:  # A lone surrogate can be read, but not written.
@@ -149,6 +156,15 @@ def parse_json(raw: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"it holds a {type(value).__name__}, expected a dict")
     return value
+
+
+def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make the dict of a JSON object; a ValueError refuses a key that occurs twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"it has the key {shortened(twice)} twice")
+    return found
 
 
 def _number(digits: str) -> float:

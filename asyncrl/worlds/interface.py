@@ -26,7 +26,7 @@ def imagine(
 ) -> tuple[Tensor, State]:
     """Draw frames by `World.imagine`, and refuse others than it promises."""
     frames, state = world.imagine(state, actions, noise_seeds)
-    shape = (len(noise_seeds), actions.shape[1], -1, -1, 3)  # Of any side: `try_environment` checked it.
+    shape = (len(noise_seeds), actions.shape[1], world.image_size, world.image_size, 3)
     check_pictures(frames, shape, "frames of --world, by imagine(),")
     return frames, state
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import h5py
 import numpy as np
@@ -102,6 +102,8 @@ def load_start_states(path: Path, *, keyframes: bool = True, image_size: int = 0
     try:
         with open_hdf5(path) as file:
             return _read(path, file)
+    except ConfigError:
+        raise
     except (OSError, KeyError, TypeError, ValueError, IndexError, RuntimeError, MemoryError) as error:
         raise AssetError(f"{path} cannot be read as start states ({error}). Write it again.") from error
 
@@ -109,24 +111,41 @@ def load_start_states(path: Path, *, keyframes: bool = True, image_size: int = 0
 def _read(path: Path, file: h5py.File) -> list[StartState]:
     if file.attrs["format"] != FORMAT:
         raise AssetError(f"{path} is not a file of start states (format {file.attrs['format']!r}).")
-    arrays = {name: np.asarray(dataset_in(file, name)) for name in map(str, file)}
-    frames = arrays["frame"]
+    arrays: dict[str, NDArray[Any]] = {name: dataset_in(file, name)[...] for name in map(str, file)}
+    frames, context = arrays["frame"], arrays.get("context_frames")
     check_pictures(frames, (-1, -1, -1, 3), f"{path}: frames")
-    if (context := arrays.get("context_frames")) is not None:
-        check_pictures(context, (len(frames), -1, *frames.shape[1:]), f"{path}: context_frames")
+    count, most = len(frames), 0 if context is None else context.shape[1]
+    if context is not None:
+        check_pictures(context, (count, -1, *frames.shape[1:]), f"{path}: context_frames")
     none = (np.zeros((0, *frames.shape[1:]), np.uint8), np.zeros((0, ACTION_DIM), np.float32))
-    poses, elapsed = arrays.get("ee_pose"), arrays.get("elapsed", np.zeros(len(frames), np.int64))
-    for name, array, kind, shape in (
-        ("ee_pose", poses, "float32", [len(frames), POSE_DIM]),
-        ("elapsed", elapsed, "int64", [len(frames)]),
+    actions, poses = arrays.get("context_actions", none[1][None]), arrays.get("ee_pose")
+    elapsed = arrays.setdefault("elapsed", np.zeros(count, np.int64))
+    for name, kind, shape in (
+        ("name", "S", [count]),
+        ("task", "S", [count]),
+        ("context_length", "int64", [count]),
+        ("context_actions", "float32", [count, most, actions.shape[-1]]),
+        ("elapsed", "int64", [count]),
+        ("ee_pose", "float32", [count, POSE_DIM]),
     ):
-        if array is not None and (array.dtype != kind or list(array.shape) != shape):
+        array = arrays.get(name)
+        if array is None:
+            continue
+        if list(array.shape) != shape or (array.dtype != kind and array.dtype.kind != kind):
             raise AssetError(
                 f"{path}: {name} is {array.dtype}{list(array.shape)}, expected {kind} {shape}. Write it "
                 "again."
             )
-    if (elapsed < 0).any():
-        raise AssetError(f"{path}: elapsed is below 0. Write it again.")
+    known = np.isfinite(np.zeros((0, POSE_DIM)) if poses is None else poses)
+    for name, right in (
+        ("elapsed is below 0", elapsed >= 0),
+        (f"context_length is neither 0 nor {most}", np.isin(arrays["context_length"], (0, most))),
+        ("context_actions are not all finite", np.isfinite(actions)),
+        ("ee_pose is neither finite nor all NaN", known == known[:, :1]),
+        ("a name stands there twice", [len(set(arrays["name"].tolist())) == count]),
+    ):
+        if not np.all(right):
+            raise AssetError(f"{path}: {name}. Write it again.")
     states = []
     for i, length in enumerate(arrays["context_length"]):
         context = (arrays["context_frames"][i], arrays["context_actions"][i]) if length else none
@@ -137,7 +156,7 @@ def _read(path: Path, file: h5py.File) -> list[StartState]:
                 frame=frames[i],
                 context_frames=context[0],
                 context_actions=context[1],
-                ee_pose=None if poses is None or not np.isfinite(poses[i]).all() else poses[i],
+                ee_pose=None if poses is None or not known[i].all() else poses[i],
                 elapsed=int(elapsed[i]),
             )
         )

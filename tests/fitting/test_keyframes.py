@@ -4,17 +4,16 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
 
 from asyncrl import cli
-from asyncrl.errors import AssetError, ConfigError
+from asyncrl.errors import ConfigError
 from asyncrl.fitting.recording_files import Recordings
 from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.starts import keyframe_states, keyframes
 from asyncrl.records import StartState
-from asyncrl.worlds.start_states import StartStateStream, check_elapsed, load_start_states, save_start_states
+from asyncrl.worlds.start_states import StartStateStream, check_elapsed, load_start_states
 from support.recorded import recorded_spec, write_recorded
 from support.tiny_models import start_state
 
@@ -92,16 +91,6 @@ def test_the_command_writes_our_file_and_rlinfs_folder(recordings: Recordings, t
         assert (read.name, read.task, read.elapsed) == (made.name, made.task, made.elapsed)
         np.testing.assert_array_equal(read.context_frames, made.context_frames)
         np.testing.assert_array_equal(read.ee_pose, made.ee_pose)
-
-
-@pytest.mark.parametrize("values", [[0, -1], [0.0, 1.0], [[0], [1]]])
-def test_decisions_that_make_no_sense_are_refused(values: list, tmp_path: Path) -> None:
-    path = tmp_path / "starts.h5"
-    save_start_states(path, [start_state(1, 8), start_state(2, 8)])
-    with h5py.File(path, "a") as file:
-        file["elapsed"] = np.array(values)
-    with pytest.raises(AssetError, match="elapsed is"):
-        load_start_states(path)
 
 
 def states(ordinary: int, marked: int, elapsed: int = 2) -> list[StartState]:

@@ -118,6 +118,15 @@ def test_pictures_that_another_program_packed_are_read_as_hdf5_reads_them(
     ("name", "change", "said"),
     [
         ("offsets", lambda rows: [0, 30, 20], "do not cut the frames"),
+        ("offsets", lambda rows: np.array([0, 30, 20], np.uint64), "do not cut the frames"),
+        ("offsets", lambda rows: rows + np.array([0, 0.5, 0]), "offsets are float64"),
+        ("seeds", lambda rows: rows * np.nan, "seeds are float64"),
+        ("task_ids", lambda rows: rows[:, None], r"task_ids are int64\[2, 1\]"),
+        *(("cameras", value, "cameras are") for value in ('"main"', "[1]", '{"main": 1}')),
+        *(
+            ("about", f'{{"steps_per_second": {rate}}}', "is not a recording")
+            for rate in ("-1", "true", '"20"', "NaN", "1e999")
+        ),
         ("actions", lambda rows: rows[:-1], "20 frames, but 19 actions"),
         ("tasks", lambda rows: rows[:-1], "1 tasks, but 3 offsets"),
         ("actions", lambda rows: rows * np.nan, "its actions are not all finite"),
@@ -133,7 +142,9 @@ def test_a_damaged_recording_is_named(tmp_path, name, change, said) -> None:
     write_recorded(tmp_path, recorded_spec(32, poses=True), (9, 11))
     path = tmp_path / "part-00000.h5"
     with h5py.File(path, "a") as file:
-        if isinstance(change, bytes):
+        if isinstance(change, str):
+            file.attrs[name] = change
+        elif isinstance(change, bytes):
             file[name].id.write_direct_chunk((0, 0, 0, 0), change)
         else:
             rows = change(file[name][:])

@@ -110,6 +110,14 @@ def test_a_stride_keeps_every_third_picture(tmp_path: Path) -> None:
     np.testing.assert_array_equal(frames[:5], episode.pictures[TOP][::3])
 
 
+def test_an_attribute_that_is_no_json_is_named(tmp_path, episodes: list[Sampled], caplog) -> None:
+    path = write_robomimic_file(tmp_path / "lift.hdf5", episodes[1:2])
+    with h5py.File(path, "a") as file:
+        file["data"].attrs["env_args"] = '{"env_name": "Lift", "env_kwargs": {"control_freq": 20'
+    assert load_recordings([path]).simulator == "robomimic"
+    assert "/data: env_args is not read (" in caplog.text
+
+
 def test_dense_rewards_are_no_verdicts(tmp_path, episodes: list[Sampled], caplog) -> None:
     path = write_robomimic_file(tmp_path / "lift.hdf5", episodes[1:2], sparse=False)
     assert not load_recordings([path]).success.any()

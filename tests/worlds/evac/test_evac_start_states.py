@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 import pytest
 
-from asyncrl.errors import AssetError
+from asyncrl.errors import ConfigError
 from asyncrl.worlds.rlinf_start_states import load_trajectory
 from asyncrl.worlds.start_states import load_start_states, save_start_states
 from support.evac import start_state
@@ -77,13 +77,45 @@ def test_files_without_poses_are_written_and_read_as_before(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "wrong", [np.zeros((2, 7), np.float32), np.zeros((3, 8), np.float32), np.zeros((2, 8))]
+    ("name", "change", "said"),
+    [
+        ("ee_pose", lambda rows: rows[:, 1:], r"ee_pose is float32\[2, 7\], expected float32 \[2, 8\]"),
+        ("ee_pose", lambda rows: np.zeros((3, 8), np.float32), r"float32\[3, 8\], expected float32 \[2, 8\]"),
+        ("ee_pose", lambda rows: rows.astype(float), r"ee_pose is float64\[2, 8\], expected"),
+        (
+            "ee_pose",
+            lambda rows: np.where(np.arange(8) == 3, np.float32("nan"), rows),
+            "neither finite nor all",
+        ),
+        (
+            "ee_pose",
+            lambda rows: np.where(np.arange(8) == 3, np.float32("inf"), rows),
+            "neither finite nor all",
+        ),
+        ("elapsed", lambda rows: [0, -1], "elapsed is below 0"),
+        ("elapsed", lambda rows: [0.0, 1.0], r"elapsed is float64\[2\], expected int64 \[2\]"),
+        ("elapsed", lambda rows: [[0], [1]], r"elapsed is int64\[2, 1\]"),
+        ("name", lambda rows: rows[:1], r"a.h5: name is \|S7\[1\], expected S \[2\]\. Write it again"),
+        ("name", lambda rows: rows[[0, 0]], "a name stands there twice"),
+        ("name", lambda rows: [1, 2], r"name is int64\[2\]"),
+        ("task", lambda rows: np.concatenate([rows, rows]), r"task is .*\[4\], expected S \[2\]"),
+        ("context_length", lambda rows: rows[:1], r"context_length is int64\[1\], expected int64 \[2\]"),
+        ("context_length", lambda rows: rows - 1, "context_length is neither 0 nor 4"),
+        ("context_length", lambda rows: rows.astype(float), "context_length is float64"),
+        ("context_actions", lambda rows: rows[:, 1:], r"context_actions is float32\[2, 3, 7\], expected"),
+        ("context_actions", lambda rows: rows * np.float32("nan"), "context_actions are not all finite"),
+        ("context_actions", lambda rows: rows.astype(int), "context_actions is int64"),
+        ("context_frames", lambda rows: rows[1:], r"context_frames are uint8\[1, 4,"),
+        ("frame", lambda rows: rows[1:], "context_frames are uint8"),
+    ],
 )
-def test_poses_of_another_shape_are_refused(tmp_path: Path, wrong: np.ndarray) -> None:
+def test_damaged_start_states_are_refused(tmp_path: Path, name: str, change: Any, said: str) -> None:
     path = tmp_path / "a.h5"
-    save_start_states(path, [start_state(1), start_state(2)])
+    states = [start_state(number, context=4) for number in (1, 2)]
+    save_start_states(path, [replace(state, elapsed=1) for state in states])
     with h5py.File(path, "a") as file:
-        del file["ee_pose"]
-        file.create_dataset("ee_pose", data=wrong)
-    with pytest.raises(AssetError, match=r"ee_pose is float(32|64)\[\d, \d\], expected float32 \[2, 8\]"):
+        rows = file[name][:]
+        del file[name]
+        file[name] = change(rows)
+    with pytest.raises(ConfigError, match=said):
         load_start_states(path)
