@@ -166,6 +166,20 @@ def test_a_command_that_fails_is_named() -> None:
         pace.run_command(["fit", "nothing"])
 
 
+def test_a_signal_behind_the_end_of_a_command_shows_no_traceback(monkeypatch) -> None:
+    wait = subprocess.Popen.wait
+
+    def interrupted(child: subprocess.Popen[bytes]) -> int:
+        monkeypatch.setattr(subprocess.Popen, "wait", wait)
+        child.wait()
+        raise KeyboardInterrupt(signal.SIGHUP)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt) as ended:
+        pace.run_command(["--version"])
+    assert ended.value.__notes__ == ["stopped during `asyncrl --version`. The same command line continues."]
+
+
 def test_a_second_command_of_the_same_folder_is_refused(tmp_path, capsys, monkeypatch) -> None:
     arguments, refused = flags(tmp_path / "models", tmp_path / "out"), list[int]()
 

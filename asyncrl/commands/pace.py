@@ -10,6 +10,7 @@ command line that is given again goes on behind the last stage that was done.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -236,7 +237,8 @@ def run_command(arguments: Sequence[str]) -> None:
     try:
         code = child.wait()
     except KeyboardInterrupt as ended:  # By SIGTERM and SIGHUP too: the command saves what it can.
-        os.killpg(child.pid, signal.SIGINT)
+        with contextlib.suppress(ProcessLookupError):  # It may have ended by itself.
+            os.killpg(child.pid, signal.SIGINT)
         child.wait()
         ended.add_note(f"stopped during `asyncrl {arguments[0]}`. The same command line continues.")
         raise

@@ -49,7 +49,8 @@ class SuccessRate:
         )
 
     def __str__(self) -> str:
-        return f"{self.rate:6.1%}  [{self.low:.1%}, {self.high:.1%}]  {self.successes}/{self.episodes}"
+        rate = f"{self.rate:6.1%}" if self.episodes else f"{'-':>6}"
+        return f"{rate}  [{self.low:.1%}, {self.high:.1%}]  {self.successes}/{self.episodes}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -269,8 +269,9 @@ def minimise(
                 make(step)
             process_status.progress()
             bar.update(1)
-            if step == 0 or (step + 1) % 100 == 0:
-                bar.set_postfix(loss=f"{_finite_mean(name, losses[-100:], schedule.ranks):.4f}")
+            if step % 25 == 0:
+                loss = _finite_mean(name, losses[-100:], schedule.ranks)
+                bar.set_postfix(loss=f"{loss:.4f}", refresh=False)  # A redrawn bar is a line in a pipe.
             state.keep_if_due()
     with torch.no_grad():
         for parameter, mean in zip(parameters, averaged, strict=bool(averaged)):

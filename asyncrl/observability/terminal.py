@@ -59,9 +59,12 @@ def hanging(head: str, text: str, *, least: int = 20) -> str:
 class _Lines(io.TextIOBase):
     """Stands in for stderr where it is no terminal: writes what a bar draws as lines."""
 
+    _complete = False
+
     def write(self, text: str, /) -> int:
-        if line := text.strip():
+        if (line := text.strip()) and not self._complete:
             print(line, file=sys.stderr, flush=True)
+        self._complete |= "100%|" in text  # A bar that is closed draws its last line again.
         return len(text)
 
 
@@ -72,8 +75,8 @@ def progress(items: Any = None, **options: Any) -> Any:
     options["disable"] = options.get("disable", False) or bool(getattr(tqdm, "_instances", ()))
     if sys.stderr.isatty():
         return tqdm(items, **{"mininterval": 1.0, "dynamic_ncols": True} | options)
-    lines = {"file": _Lines(), "mininterval": LINE_SECONDS, "delay": LINE_SECONDS, "ncols": LINE_COLUMNS}
-    return tqdm(items, **options | lines)
+    often = {"mininterval": LINE_SECONDS, "delay": LINE_SECONDS, "miniters": 1}
+    return tqdm(items, **options | often | {"file": _Lines(), "ncols": LINE_COLUMNS})
 
 
 class ConsoleStream(io.TextIOBase):

@@ -121,6 +121,13 @@ def test_a_stage_goes_on_with_its_weights_moments_averages_buffers_and_order(
         assert made[24:] == []
 
 
+def test_a_fit_whose_output_is_no_terminal_writes_no_line_before_its_time(capsys) -> None:
+    line, rngs = Line(), (torch.Generator(), np.random.default_rng(3))
+    schedule = loop.Schedule(steps=60, batch=1, learning_rate=0.1)
+    loop.minimise("line", line, line.loss_at(rngs), schedule, rngs=rngs)
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FITS)
 def test_an_interrupted_fit_goes_on_and_becomes_what_it_would_have_become(
