@@ -22,7 +22,7 @@ CEILINGS = {
     "learner": (3270, 16),
     "messaging": (990, 6),
     "observability": (2485, 12),
-    "policies": (2885, 13),
+    "policies": (2900, 13),
     "replay": (4039, 18),
     "replay_tools": (1406, 8),
     "rewards": (563, 4),

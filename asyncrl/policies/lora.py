@@ -22,6 +22,7 @@ from asyncrl.policies.openvla.names import TensorMapping
 from asyncrl.policies.openvla.networks import stable_name
 from asyncrl.storage.atomic import read_json, write_json
 from asyncrl.storage.tensor_files import TensorFiles, write_tensors
+from asyncrl.storage.untrusted import check_types
 
 Targets = Literal["language", "all"]
 ADAPTER: Final = "default"  # peft's key of the adapters; it appears in no file and no broadcast.
@@ -204,6 +205,7 @@ def read_pairs(folder: Path) -> dict[str, _Pair]:
     tensors = {stable_name(name.removeprefix(PREFIX)): tensor for name, tensor in tensors.items()}
     pairs: dict[str, _Pair] = {}
     try:
+        check_types(fields, {"r": int, "lora_alpha": float})
         for layer in dict.fromkeys(name.rpartition(".lora_")[0] for name in tensors):
             rank, alpha = (
                 float(patterns.get(get_pattern_key(list(patterns), layer), fields[name]))
@@ -211,8 +213,9 @@ def read_pairs(folder: Path) -> dict[str, _Pair]:
                 for patterns in [fields.get(key) or {}]
             )
             into, out = (tensors[f"{layer}.lora_{half}.weight"] for half in "AB")
-            if not into.shape[0] == out.shape[1] == rank or alpha <= 0:
-                raise ValueError(f"{layer} is not of rank {rank:g} with a positive alpha")
+            floating = into.is_floating_point() and out.is_floating_point()
+            if not floating or not into.shape[0] == out.shape[1] == rank or alpha <= 0:
+                raise ValueError(f"{layer} is not of floats of rank {rank:g} with a positive alpha")
             pairs[layer] = _Pair(into, out, alpha / rank)
         if len(tensors) != 2 * len(pairs) or not pairs:
             raise ValueError("there are none, or tensors besides lora_A and lora_B")

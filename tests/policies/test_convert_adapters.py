@@ -129,10 +129,12 @@ def test_published_adapters_are_merged_as_peft_does(tmp_path: Path, settings: di
         ({"bias": "all"}, "bias"),
         ({"r": None}, "no low-rank adapters that can be read"),
         ({"lora_alpha": 0}, "positive alpha"),
+        ({"lora_alpha": True}, "lora_alpha is True, expected float"),
+        ({"lora_alpha": "6"}, "lora_alpha is '6'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
-        ({"r": 5}, "not of rank 5"),
-        ({"rank_pattern": {"qkv": 3}}, "not of rank 3"),
+        ({"r": 5}, "not of floats of rank 5"),
+        ({"rank_pattern": {"qkv": 3}}, "not of floats of rank 3"),
         ({"alpha_pattern": {"(": 3}}, "no low-rank adapters"),
     ],
 )
@@ -154,18 +156,23 @@ def test_weights_beside_adapters_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "said"),
+    ("name", "tensor", "said"),
     [
-        (f"{LLAMA}layers.9.mlp.up_proj.lora_A.weight", (4, 128), r"no low-rank .*layers\.9\..*lora_B"),
-        ("projector.fc1.lora_magnitude_vector", (4,), "tensors besides lora_A and lora_B"),
-        ("projector.fc2.lora_A.weight", (4, 5), r"adapter of projector\.fc2 with shapes \[4, 5\]"),
+        (
+            f"{LLAMA}layers.9.mlp.up_proj.lora_A.weight",
+            torch.zeros(4, 128),
+            r"no low-rank .*layers\.9\..*lora_B",
+        ),
+        ("projector.fc1.lora_magnitude_vector", torch.zeros(4), "tensors besides lora_A and lora_B"),
+        ("projector.fc2.lora_A.weight", torch.zeros(4, 5, dtype=torch.int8), "is not of floats"),
+        ("projector.fc2.lora_A.weight", torch.zeros(4, 5), r"adapter of projector\.fc2 with shapes \[4, 5\]"),
     ],
 )
-def test_adapter_tensors_that_do_not_fit_are_named(tmp_path, name, shape, said) -> None:
+def test_adapter_tensors_that_do_not_fit_are_named(tmp_path, name, tensor, said) -> None:
     tensors = published_tensors()
     published_adapter(tmp_path / "adapter", tensors)
     file = tmp_path / "adapter" / "adapter_model.safetensors"
-    save_file(load_file(file) | {f"base_model.model.{name}": torch.zeros(shape)}, file)
+    save_file(load_file(file) | {f"base_model.model.{name}": tensor}, file)
     source = write_published(tmp_path / "in", tensors, config=CONFIG)
     with pytest.raises(CheckpointError, match=said):
         convert(source, tmp_path / "out", adapter=tmp_path / "adapter")

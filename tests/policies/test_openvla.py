@@ -25,7 +25,7 @@ from asyncrl.policies.action_tokens import (
     unnormalise,
 )
 from asyncrl.policies.interface import SamplingParams
-from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
 from asyncrl.policies.openvla.networks import DINO_MEAN, DINO_STD, resize
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, new_policy
 from asyncrl.policies.openvla.preprocess import PromptTokenizer, build_word_tokenizer
@@ -341,6 +341,12 @@ def test_rotary_frequencies_stay_in_full_precision_when_the_weights_do_not() -> 
         ({"norm_key": "bridge"}, "not among its statistics"),
         ({"decoding": "autoregressive", "stop_token": True}, "no slots"),
         ({"images": 0}, "at least 1"),
+        ({"llm_heads": 3}, "llm has 3 heads, which do not divide its width of 128"),
+        ({"llm_heads": 0}, "llm has 0 heads"),
+        ({"dino": TowerConfig(width=96, depth=5, heads=5, mlp=192)}, "dino has 5 heads"),
+        *(({"token_count": count}, f"token_count {count} must be between") for count in (0, 256, 512, 600)),
+        *(({"patch_size": size}, f"patch_size {size} between 1 and") for size in (0, 65)),
+        *(({"rms_eps": eps}, "rms_eps is") for eps in (0.0, -1e-6, 1.0, 1e30)),
         ({"chunk": 0}, "at least 1"),
         ({"proprio_dim": 8, "norm_key": "a", "norm_stats": {"a": SEVEN}}, "of proprioception the"),
         ({"proprio_dim": 8, "norm_key": "a", "norm_stats": {"a": WITH_STATE}}, "of proprioception the"),

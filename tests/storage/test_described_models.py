@@ -130,6 +130,8 @@ def test_statistics_that_are_no_object_and_settings_of_another_type_are_refused(
         {"x": {"proprio": GOOD}},
         {"action": GOOD},
         {"x": {"action": GOOD}, "y": {}},
+        {"x": {"action": GOOD, "proprio": [1]}},
+        {},
     )
     assert accepted(read, ["x", [1], 3, *no_data_sets]) == []
     wrong = [

@@ -212,6 +212,20 @@ def _problems(config: OpenVLAOFTConfig) -> Iterator[str]:
             "chunk, action_dim and images must be at least 1 and proprio_dim at least 0, but they are "
             f"{config.chunk}, {config.action_dim}, {config.images} and {config.proprio_dim}"
         )
+    for name, width, heads in (
+        ("llm", config.llm_width, config.llm_heads),
+        ("dino", config.dino.width, config.dino.heads),
+        ("siglip", config.siglip.width, config.siglip.heads),
+    ):
+        if not heads or width % heads:
+            yield f"{name} has {heads} heads, which do not divide its width of {width}"
+    if not BINS < config.token_count < config.vocab_size or not 0 < config.patch_size <= config.image_size:
+        yield (
+            f"token_count {config.token_count} must be between {BINS} and vocab_size {config.vocab_size}, "
+            f"and patch_size {config.patch_size} between 1 and image_size {config.image_size}"
+        )
+    if not 0 < config.rms_eps < 1:
+        yield f"rms_eps is {config.rms_eps}, expected a small number above 0"
     if config.causal and config.stop_token:
         yield "decoding is autoregressive, which has no slots to put a stop token behind (stop_token)"
     if not config.norm_key:

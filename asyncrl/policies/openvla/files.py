@@ -211,7 +211,7 @@ def _config(
     section = saved if isinstance(saved, dict) else {}
     stats = _action_stats(folder, original.statistics)
     wanted = options.norm_key or str(section.get("norm_key", ""))
-    key = "" if section and not (stats or options.norm_key) else _statistics_key(folder, stats, wanted)
+    key = "" if section and not (stats or wanted) else _statistics_key(folder, stats, wanted)
     changes: dict[str, Any] = {"norm_key": key, "norm_stats": stats}
     changes |= {"action_dim": len(stats[key].q01)} if key and not section else {}
     if options.convention != "folder":
@@ -273,7 +273,7 @@ def read_statistics(folder: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
 def _action_stats(folder: Path, statistics: Mapping[str, Any]) -> dict[str, NormStats]:
     try:
         return {key: NormStats.from_published(entry) for key, entry in statistics.items()}
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"The action statistics in {folder} cannot be used ({error}): tokens cannot become actions. "
             f"Copy config.json and {STATISTICS} again."
