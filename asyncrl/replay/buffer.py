@@ -65,6 +65,7 @@ class Replay:
         limiter = self.state.limiter
         for number in [n for n, x in limiter.open.items() if x.actor == actor and not limiter.complete(n)]:
             self.lifecycle.drop(number, "dropped_deadline")
+        limiter.proven.discard(actor)
         record = limiter.actors[actor]
         record.readings, record.refused = {}, 0
 

@@ -27,6 +27,7 @@ from asyncrl.replay.interface import (
 )
 
 HEARTBEAT_TIMEOUT: Final = 30.0  # Seconds of silence of an actor until its groups are given up
+NEWCOMERS_SHARE: Final = 4  # Newcomers have at most one of so many groups that may be in flight
 
 
 @dataclass(kw_only=True)
@@ -64,6 +65,7 @@ class Limiter(GroupTable):
         self.episode_format = episode_format
         self.heartbeat_timeout = HEARTBEAT_TIMEOUT
         self.actors: defaultdict[str, ActorRecord] = defaultdict(ActorRecord)
+        self.proven = set[str]()  # Actors that brought an episode since they came
         self.listening_since = self.clock()  # Silence is counted from here; later after a stall.
 
     def too_old(self, aged: Episode | OpenGroup | GroupFile, version: int) -> bool:
@@ -84,6 +86,10 @@ class Limiter(GroupTable):
         """True if a group has the run's size, world and sampling."""
         same = group.sampling == self.sampling and group.group_size == self.group_size
         return same and self.episode_format.world_version in (None, group.world_version)
+
+    def is_newcomer(self, actor: str) -> bool:
+        """True if an actor brought no episode since it came, while another one that is there did."""
+        return actor not in self.proven and not all(map(self.timed_out, self.proven))
 
     def record_heartbeat(self, actor: str) -> None:
         """Record a sign of life."""
@@ -106,7 +112,9 @@ class Limiter(GroupTable):
 
     def new_grant(self, actor: str, request_number: int = -1) -> Granted | None:
         """Return the event that would grant the next group to an actor; None without credit."""
-        if not self.credit:
+        newcomers = sum(self.is_newcomer(group.actor) for group in self.open.values())
+        share = (self.max_lag + 1) * self.groups_per_update // NEWCOMERS_SHARE
+        if not self.credit or (newcomers >= max(1, share) and self.is_newcomer(actor)):
             return None
         first_use = self.uses_reserved // self.groups_per_update
         return Granted(
@@ -181,6 +189,7 @@ class Limiter(GroupTable):
         owner = self.actors[group.actor]
         owner.heard_at = owner.progress_at = self.clock()
         group.add(episode)
+        self.proven.add(group.actor)
         return receipt("held")
 
     def complete(self, number: int) -> bool:
@@ -216,13 +225,14 @@ class Limiter(GroupTable):
     def pick(self, groups: int, *, not_awaited: Collection[int] = ()) -> list[int] | None:
         """Choose the lowest-numbered ready groups within the lag bound at `version`; None if too few.
 
-        Slow groups are waited for: they are mostly failures, and skipping them would bias the batch.
+        Slow groups are waited for: they are mostly failures, and skipping them would bias the batch. Those of
+        newcomers are not: an actor that comes and vanishes would hold up the learner.
         """
         numbers = list(self.usable)[:groups]
         if len(numbers) < groups:
             return None
-        awaited = self.open.keys() - set(not_awaited)
-        return None if min(awaited, default=numbers[-1]) < numbers[-1] else numbers
+        lower = [number for number in self.open if number < numbers[-1] and number not in not_awaited]
+        return None if any(not self.is_newcomer(self.open[n].actor) for n in lower) else numbers
 
     def plan_resume(
         self, version: int, stored: Mapping[int, GroupFile], *, in_turns: bool = False

@@ -14,10 +14,13 @@ from asyncrl.messaging.episode_codec import Buffer
 from asyncrl.messaging.wire import Message, encode
 from asyncrl.replay.buffer import Replay
 from asyncrl.replay.connection import RANK, VISITOR, JoinSettings
+from asyncrl.replay.limiter import ActorRecord
 from asyncrl.storage.run_owner import RunIdentity
 
 NAME_RESERVED: Final = 5.0
 """Seconds after its last sign of life for which an actor's name is not given to one that joins."""
+MOST_NEWCOMERS: Final = 64
+"""Actors admitted within the heartbeat's timeout that brought no episode, beyond which the next one waits."""
 _LOG = logging.getLogger(__name__)
 _LOGGED: Final = 100  # Refused messages that are written to the log; all are counted
 
@@ -74,6 +77,7 @@ class Peers:
         self.learner = b""  # The learner's routing id; empty until it is there
         self.ranks: dict[str, bytes] = {}  # Name of each other learner rank that is there -> its routing id
         self._visitors = set[bytes]()  # Peers that may ask for the settings.
+        self._came = list[tuple[float, str]]()  # Time and name of actors that brought no episode yet
         self._replaced: set[str] = set()  # Sessions of actors whose name a newer one took.
 
     def knows(self, peer: bytes) -> bool:
@@ -157,18 +161,26 @@ class Peers:
 
     def _admit(self, peer: bytes, message: Message) -> bool:
         """Of two actors with one name the newer stays: a respawned actor keeps the name."""
-        name, session = message["name"], message["session"]
-        actor = self.replay.state.limiter.actors[name]
+        name, session, limiter = message["name"], message["session"], self.replay.state.limiter
+        actor = limiter.actors.get(name, ActorRecord())
         if session in self._replaced:
             why = f"another actor called {name!r} took this one's place. Give each a --name of its own."
             self.sender.send(peer, "refused", reason=why)
             return False
-        if actor.session not in ("", session):
-            self._replaced.add(actor.session)
+        now = limiter.clock()
+        if actor.session != session:
+            recent = now - limiter.heartbeat_timeout
+            self._came = [(at, who) for at, who in self._came if at > recent and limiter.is_newcomer(who)]
+            if len(self._came) >= MOST_NEWCOMERS:
+                return False  # It introduces itself again.
+            self._came.append((now, name))
+            if actor.session:
+                self._replaced.add(actor.session)
         if peer not in self.actors:
             actor.names_sent = 0
-        for other in [other for other, known in self.actors.items() if known == name]:
-            del self.actors[other]
+        for other, known in list(self.actors.items()):
+            if known == name or (limiter.is_newcomer(known) and limiter.timed_out(known)):
+                del self.actors[other]
         self.actors[peer] = name
         self.replay.hello(name, session)
         return True

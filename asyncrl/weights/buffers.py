@@ -134,10 +134,11 @@ class HostVersions:
         return self.by_number.get(newest)
 
     def clear(self) -> None:
-        """Free all copies."""
-        self.by_number.clear()
-        if self._next is not None and self._next.done():
-            self._next = None
+        """Free all copies but that of the version that is sent: pullers that come and go make it once."""
+        sending = self._buffers.sending
+        self.by_number = {n: copy for n, copy in self.by_number.items() if n == sending}
+        if (made := self._next) is not None and made.done():
+            self._next = None if made.exception() or made.result().version != sending else made
 
     def _copy(self, result: Future[HostVersion]) -> None:
         try:

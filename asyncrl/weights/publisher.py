@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 IDLE_SECONDS = 0.1  # Longest wait for messages and versions
 PACKING_POLL_SECONDS = 0.0005  # Seconds between two polls of the device's packing
 READY_SECONDS = 2.0  # Longest wait for the members' answer to group
+SERVED: Final = 2  # Making the group anew lets newcomers wait so many times as long: the others are served
 _log = logging.getLogger(__name__)
 
 
@@ -70,6 +71,7 @@ class BroadcastPublisher(Publisher):
         self._epoch, self._epoch_failed = 0, False
         self._members: list[Subscriber] = []  # Of this epoch.
         self._sent_in_epoch = -1
+        self._disturbed, self._newcomers_from = 0.0, 0.0
         self._failed_in_a_row = 0
         self._sent_seconds, self._sent_members, self._sent_hosts = 0.0, 0, 0  # Of the last broadcast
         self._waiting_for = "no actor has registered"
@@ -173,9 +175,8 @@ class BroadcastPublisher(Publisher):
             self._stores = None
 
     def _step(self) -> None:
-        if self._buffers.manifest is not None and (
-            self._epoch_failed or self.server.members() != self._members
-        ):
+        changed = self._epoch_failed or self._next_members() != self._members
+        if self._buffers.manifest is not None and changed:
             self._begin_epoch()
         # Only now: a new epoch must have ended the one of a failed broadcast before its buffers are reused.
         current = self._buffers.promote()
@@ -189,10 +190,19 @@ class BroadcastPublisher(Publisher):
             time.sleep(PACKING_POLL_SECONDS)  # Less than the milliseconds in which a socket's wait counts.
             self.server.turn(0.0)
 
+    def _next_members(self) -> list[Subscriber]:
+        # Newcomers wait after a failure, and longer than making the last epoch kept the others waiting.
+        there = self.server.members()
+        stay = [x for x in there if x.held >= 0 or (x in self._members and not self._epoch_failed)]
+        early = self._epoch_failed or self._sent_in_epoch < 0 or time.monotonic() < self._newcomers_from
+        return stay if stay and early else there
+
     def _begin_epoch(self) -> None:
+        if not self._members or (self._sent_in_epoch >= 0 and not self._epoch_failed):
+            self._disturbed = time.monotonic()
         self._drop_link()
+        self._members, self._sent_in_epoch = self._next_members(), -1
         self._epoch, self._epoch_failed = self._epoch + 1, False
-        self._members, self._sent_in_epoch = self.server.members(), -1
         self.server.begin_epoch(self._epoch)
         if not self._members:
             self._failed_in_a_row = 0
@@ -245,6 +255,8 @@ class BroadcastPublisher(Publisher):
         with self._transport.side_stream():
             checksum = packing.checksum(self._buffers.buffer_pair[index])
         began = time.monotonic()
+        if self._sent_in_epoch >= 0:
+            self._disturbed = began
         header: dict[str, Any] = {"version": version, "buffer_index": index, "checksum": checksum}
         for member in self._members:
             self.server.send(member.peer, "send", epoch=self._epoch, **header)
@@ -255,7 +267,10 @@ class BroadcastPublisher(Publisher):
             late = self._await_answers(version, self._deadline)
         if late:
             raise WeightSyncError(f"no receipt within {self._deadline:g} s from {_names(late)}.")
-        seconds = time.monotonic() - began
+        ended = time.monotonic()
+        seconds = ended - began
+        if self._sent_in_epoch < 0:
+            self._newcomers_from = max(ended, self._newcomers_from) + SERVED * (ended - self._disturbed)
         self._forget_store()  # All members used it, so all have formed it.
         self._sent_in_epoch, self._failed_in_a_row = version, 0
         self._waiting_for = "waiting for more actors"

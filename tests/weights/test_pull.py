@@ -80,7 +80,17 @@ def test_versions_arrive_bit_exact_and_the_learner_counts_the_actors(channel) ->
     told = events(publisher, 4)
     assert all(part in line for part, line in zip(expected, told, strict=True)), told
     assert publisher.status()[m.WEIGHTS_JOINED] == 0
-    assert publisher.server.copies.by_number == {}, "without actors there is no copy of a version"
+    (copy,) = publisher.server.copies.by_number.values()
+    for _ in range(3):
+        with receiving(endpoint, "short") as short:
+            assert short.wait_for_first(PATIENCE) == 5
+    events(publisher, 6)
+    assert publisher.server.copies.by_number[5] is copy, "actors that come and go make it once"
+    publisher.publish(source(6), 6)
+    until = time.monotonic() + PATIENCE
+    while publisher.server.copies.by_number and time.monotonic() < until:
+        time.sleep(0.02)
+    assert publisher.server.copies.by_number == {}, "without actors there is no copy of a newer version"
 
 
 def test_a_version_replaced_while_it_is_fetched_arrives_whole_and_the_newer_one_follows(

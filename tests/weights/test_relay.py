@@ -18,7 +18,7 @@ from support.gloo_transport import GLOO
 from support.weights import PATIENCE, Actor, channel_folder, policy, raw, source, swap_until, wait_for_all
 
 HERE = "127.0.0.1"
-DEADLINE = 3.0
+DEADLINE = 2.0
 SILENCE = 1.5
 
 

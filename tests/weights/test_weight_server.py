@@ -4,6 +4,7 @@ import contextlib
 import os
 import resource
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,8 +85,8 @@ class Stranger:
                 return found.fields
         raise AssertionError(f"no {kind} came")
 
-    def end(self) -> None:
-        self._context.destroy(linger=0)
+    def end(self, linger: int = 0) -> None:
+        self._context.destroy(linger)
 
 
 @pytest.fixture
@@ -154,6 +155,39 @@ def test_a_member_that_answers_nonsense_costs_an_epoch_at_a_time_and_ends_nobody
     tensors = policy(0, elements=10)
     assert swap_until(receiver, tensors, 1) == 1
     assert raw(tensors) == raw(policy(1, elements=10))
+    receiver.close()
+
+
+@pytest.mark.parametrize("kind", ["leaves", "is silent"])
+def test_newcomers_that_take_no_part_do_not_keep_weights_from_the_others(
+    publisher: BroadcastPublisher, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr("asyncrl.weights.publisher.READY_SECONDS", 0.2)
+    publisher.publish(WholeTensors(SMALL), 0)
+    receiver = WeightReceiver("shared_memory", publisher.endpoint, "actor-0", SMALL)
+    assert receiver.wait_for_first(PATIENCE) == 0
+    over, came = threading.Event(), [0]
+
+    def come_and_go() -> None:
+        while not over.is_set():
+            came[0] += 1
+            stranger = Stranger(publisher.endpoint, b"s%d" % came[0])
+            stranger.tell(encode("newest", **MEMBER | {"name": f"s{came[0]}"}))
+            if kind == "leaves":
+                stranger.tell(encode("leave", reason=""))
+            stranger.end(linger=1000)
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        tensors = policy(0, elements=10)
+        for version in range(1, 40):
+            publisher.publish(source(version, elements=10), version)
+            assert swap_until(receiver, tensors, version) == version
+    finally:
+        over.set()
+        thread.join()
+    assert publisher._epoch <= 40 < came[0], "most versions were sent in an epoch of one before"
     receiver.close()
 
 
