@@ -269,7 +269,8 @@ def test_a_signal_at_any_moment_gets_one_line(name, number, bench, tmp_path) -> 
         saved = 0 if name.startswith("train") and moment != "import" else usual
         if number is None:
             code, said = hung_up(bench.words(name, new), tmp_path, new, delays[0])
-            assert code in (128 + signal.SIGHUP, saved), said
+            at_start = [-signal.SIGHUP] * (moment == "import")  # Python itself may still be starting.
+            assert code in (128 + signal.SIGHUP, saved, *at_start), said
             assert "Traceback" not in said
             assert left_over(tmp_path) == []
             continue
