@@ -175,13 +175,6 @@ def test_every_command_works_with_a_closed_output(name: str, bench: Bench, tmp_p
         assert (tmp_path / "new>&-/run/checkpoints/update_000001").is_dir()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize(("name", "delay"), [("metrics", 0.08), ("evaluate", 0.3), ("status", 0.15)])
-def test_a_signal_while_modules_are_imported_gets_one_line(name, delay, number, bench, tmp_path) -> None:
-    code, _, errors = interrupted(start(bench.words(name, tmp_path), tmp_path, tmp_path), number, delay)
-    check_end(code, number, errors, tmp_path, 0 if name == "metrics" else None)
-
-
 SENT_AT: Final = """
 import atexit, os, sys
 def send(name, *_):
@@ -203,6 +196,7 @@ start()
             ("asyncrl.cli", number, "metrics", 128 + number, "asyncrl: interrupted\n")
             for number in (1, 2, 15)
         ),
+        ("tyro", 15, "status .", 143, "asyncrl: interrupted\n"),
         *(("end", number, words, 0, "") for number in (1, 2, 15) for words in ("metrics", "status --help")),
         ("end", 2, "status --wrong", 2, None),
     ],

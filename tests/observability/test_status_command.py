@@ -1,8 +1,6 @@
 """`asyncrl status`: what a run does, or how it ended; in text and JSON, once or until the end."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -75,15 +73,3 @@ def test_watch_follows_a_run_to_its_end(tmp_path: Path) -> None:
     rest, errors = process.communicate(timeout=60)
     last = json.loads(rest.splitlines()[-1])
     assert (last["state"], last["version"], process.returncode, errors) == ("finished", 4, 0, "")
-
-
-def test_ctrl_c_ends_the_watching_and_not_the_run(tmp_path: Path) -> None:
-    lock = run_owner.acquire(write_run(tmp_path / "run", made=3))
-    process = watcher(tmp_path / "run")
-    assert process.stdout is not None
-    assert process.stdout.readline().startswith("run: running, 3 of 4 updates")
-    os.kill(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (130, "asyncrl status: interrupted\n")
-    assert run_owner.owner(tmp_path / "run") is not None
-    lock.release()
