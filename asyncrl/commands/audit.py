@@ -56,6 +56,8 @@ class AuditConfig(HeldOutConfig):
     imagination: ImaginationSettings = field(default_factory=ImaginationSettings)
     max_decisions: Annotated[int, AtLeast(0, "it counts decisions.", "Use 0.", highest=100_000)] = 0
     """Decisions of an episode; 0: the world's own."""
+    true_decisions: Annotated[int, AtLeast(0, "it counts decisions.", "Use 0.", highest=100_000)] = 0
+    """Decisions made in the simulator before imagination begins; one that is over by then is left out."""
     success_threshold: Annotated[float, Within(0, 1, "it is a probability.", "Use 0.7.", open_below=True)] = (
         0.7
     )
@@ -72,8 +74,8 @@ HELP: Final = ShortHelp(
     command="asyncrl audit",
     usage="[POLICY] [--flags]",
     groups={
-        "What is audited": "every_checkpoint world reward max_decisions success_threshold success_frames "
-        "temperature",
+        "What is audited": "every_checkpoint world reward max_decisions true_decisions success_threshold "
+        "success_frames temperature",
         "The truth": "simulator episodes trials seed",
         "How fast, and what is written": "rows workers device json",
     },
@@ -226,4 +228,5 @@ def _load_models(config: AuditConfig, policy: str, device: torch.device) -> Audi
         max_decisions=settings.actor.max_decisions,
         threshold=config.success_threshold,
         success_frames=config.success_frames,
+        true_decisions=config.true_decisions,
     )

@@ -20,7 +20,7 @@ from asyncrl.config.sections import SuccessFrames
 from asyncrl.devices.tensors import require_finite
 from asyncrl.errors import ConfigError
 from asyncrl.observability import process_status
-from asyncrl.records import StartState
+from asyncrl.records import CHUNK, StartState
 from asyncrl.rewards.interface import RewardModel, deciding_step
 from asyncrl.simulators.interface import SimulatorSpec
 from asyncrl.simulators.rollout import SimulatedEpisode
@@ -28,6 +28,7 @@ from asyncrl.storage import media
 from asyncrl.storage.atomic import replacing
 from asyncrl.storage.media import GREEN, INK, RED, captioned, enlarged, in_columns, in_row
 from asyncrl.worlds.interface import State, World, imagine
+from asyncrl.worlds.rlinf_start_states import CONTEXT
 
 PAIRS: Final = 16  # Most episodes on a contact sheet.
 RATE: Final = 10  # Steps per second of a movie.
@@ -62,15 +63,17 @@ def _imagine_together(world: World[State], episodes: Sequence[SimulatedEpisode])
     return [frames[: len(episode.frames)] for frames, episode in zip(drawn, episodes, strict=True)]
 
 
-def start_of(episode: SimulatedEpisode) -> StartState:
-    """Return the start state of an episode."""
+def start_of(episode: SimulatedEpisode, step: int = 0) -> StartState:
+    """Return the state of an episode at a step, a multiple of its decisions' length."""
+    seen = slice(step - CONTEXT + 1, step + 1) if step else slice(0)
     return StartState(
         name=f"seed-{episode.seed}",
         task=episode.task,
         frame=episode.frames[0],
-        context_frames=episode.frames[:0],
-        context_actions=episode.actions[:0],
-        ee_pose=episode.poses[0] if episode.poses.size else None,
+        context_frames=episode.frames[seen],
+        context_actions=episode.actions[seen],
+        ee_pose=episode.poses[step] if episode.poses.size else None,
+        elapsed=step // CHUNK,
     )
 
 

@@ -1,7 +1,8 @@
 """Compare imagined episodes with the true outcome of the same actions; imagine a stored group once more.
 
 Policy, world and reward model act as in training, closed loop; the simulator then plays the same actions from
-the same start, for as many decisions. Where the verdicts differ, the imagination was wrong.
+the same start, for as many decisions. With `true_decisions` imagination begins on the way. Where the verdicts
+differ, the imagination was wrong.
 
 Letters: B episodes of a batch, C steps of a decision, N decisions of an episode, A numbers of a step.
 """
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from asyncrl.config.sections import SuccessFrames
 from asyncrl.devices.tensors import require_finite
 from asyncrl.evaluation.contact_sheet import scores_of, start_of
-from asyncrl.evaluation.success_rate import SuccessRate
+from asyncrl.evaluation.success_rate import SuccessRate, acting
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.records import Episode, StartState, episode_seed, noise_seed, sampling_seed
 from asyncrl.rewards.interface import RewardModel, deciding_step
@@ -51,6 +52,7 @@ class AuditModels:
     max_decisions: int
     threshold: float
     success_frames: SuccessFrames
+    true_decisions: int = 0  # Decisions in the simulator before imagination begins
     policy_name: str = "policy"  # In errors
 
     def end(self, scores_NC: NDArray[np.float32]) -> int | None:
@@ -86,9 +88,9 @@ class AuditModels:
 
     @torch.inference_mode()
     def score_true(self, episode: SimulatedEpisode, decisions: int) -> NDArray[np.float32]:
-        """Score true frames: ``[N, C]``, zero behind the simulator's last step."""
-        chunk = self.world.action_spec.chunk
-        true = torch.from_numpy(episode.frames[1 : 1 + decisions * chunk]).to(self.world.device)
+        """Score the true frames of imagined decisions: ``[N, C]``, zero behind the simulator's last step."""
+        chunk, first = self.world.action_spec.chunk, 1 + self.true_decisions * self.world.action_spec.chunk
+        true = torch.from_numpy(episode.frames[first : first + decisions * chunk]).to(self.world.device)
         scores = np.zeros(decisions * chunk, np.float32)
         if len(true):
             scores[: len(true)] = scores_of(self.reward, true[None], [episode.task])[0]
@@ -101,7 +103,7 @@ class AuditedEpisode:
 
     start: str
     task: str
-    decisions: int  # Until the imagined end.
+    decisions: int  # Imagined ones, until the imagined end.
     imagined: bool  # Imagined success.
     true: bool  # True success at any of these steps.
     judged_true: bool  # Verdict of the reward model on the true frames of these steps.
@@ -162,47 +164,61 @@ def audit(
     seed: int = 0,
     progress: Callable[[int], object] = lambda _: None,
 ) -> list[AuditedEpisode]:
-    """Audit an episode from every start, in the order of `plays`."""
+    """Audit an episode from every start, in the order of `plays`.
+
+    Episodes that are over within the `true_decisions` leave nothing to imagine and are left out.
+    """
     audited = []
     for first in range(0, len(plays), rows):
         batch = list(plays[first : first + rows])
         numbers = [first + (row if row < len(batch) else 0) for row in range(rows)]
-        found = list(_audit_batch(models, pool, batch, [episode_seed(seed, n, 0) for n in numbers]))
-        progress(len(found))
-        audited += found
+        audited += _audit_batch(models, pool, batch, [episode_seed(seed, n, 0) for n in numbers])
+        progress(len(batch))
     return audited
 
 
 def _audit_batch(
     models: AuditModels, pool: SimulatorPool, plays: list[Play], seeds: list[int]
 ) -> Iterator[AuditedEpisode]:
+    chunk = models.world.action_spec.chunk
+    before = models.true_decisions * chunk
+
+    # Rows of one: which slots answer together is a matter of time, and would change last digits.
+    act = acting(models.policy, models.sampling, 1, models.policy_name)
+
+    def begin(shown: Observations) -> list[NDArray[np.float32] | None]:
+        early = [decision < models.true_decisions for decision in shown.decisions]
+        chosen = act(shown) if any(early) else [None] * len(early)
+        return [actions if one else None for actions, one in zip(chosen, early, strict=True)]
 
     def follow(shown: Observations) -> list[NDArray[np.float32] | None]:
         places = zip(shown.plays, shown.decisions, strict=True)
         return [next(iter(script[play.key][decision : decision + 1]), None) for play, decision in places]
 
-    begun = rollout(pool, lambda shown: [None] * len(shown.tasks), plays, keep_frames=True)
-    starts = [start_of(episode) for episode in _in_order(plays, begun)]
-    filled = starts + starts[:1] * (len(seeds) - len(starts))
-    imagined = models.imagine(filled, seeds)
-    ends = [models.end(scores_NC) for scores_NC in imagined.scores[: len(plays)]]
+    begun = _in_order(plays, rollout(pool, begin, plays, keep_frames=True))
+    going_on = [n for n, episode in enumerate(begun) if len(episode.frames) > before and not episode.solved]
+    if not going_on:
+        return
+    filled = going_on + going_on[:1] * (len(seeds) - len(going_on))
+    imagined = models.imagine([start_of(begun[n], before) for n in filled], [seeds[n] for n in filled])
+    ends = [models.end(scores_NC) for scores_NC in imagined.scores[: len(going_on)]]
     lengths = [imagined.scores.shape[1] if end is None else end + 1 for end in ends]
-    script = {
-        play.key: imagined.actions[row, :length]
-        for row, (play, length) in enumerate(zip(plays, lengths, strict=True))
-    }
-    played = rollout(pool, follow, plays, keep_frames=True, extra_decisions=TO_THE_END)
-    chunk = models.world.action_spec.chunk
-    for row, episode in enumerate(_in_order(plays, played)):
-        length, steps = lengths[row], lengths[row] * chunk
+    script = {}
+    for row, n in enumerate(going_on):
+        first = begun[n].actions[1:].reshape(-1, *imagined.actions.shape[2:])
+        script[plays[n].key] = np.concatenate([first, imagined.actions[row, : lengths[row]]])
+    audited = [plays[n] for n in going_on]
+    played = rollout(pool, follow, audited, keep_frames=True, extra_decisions=TO_THE_END)
+    for row, episode in enumerate(_in_order(audited, played)):
+        length, steps = lengths[row], slice(1 + before, 1 + before + lengths[row] * chunk)
         yield AuditedEpisode(
             start=episode.start.name,
             task=episode.task,
             decisions=length,
             imagined=ends[row] is not None,
-            true=bool(episode.success[: 1 + steps].any()),
+            true=bool(episode.success[steps].any()),
             judged_true=models.end(models.score_true(episode, length)) is not None,
-            psnr=psnr_by_decision(imagined.frames[row, :steps], episode.frames[1 : 1 + steps], chunk),
+            psnr=psnr_by_decision(imagined.frames[row, : length * chunk], episode.frames[steps], chunk),
         )
 
 

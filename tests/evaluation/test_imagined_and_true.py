@@ -34,7 +34,8 @@ class CountingWorld:
 
     def start(self, states: Sequence[StartState], *, decisions: int = 0) -> Any:
         assert decisions == DECISIONS
-        return np.array([[0, float(state.task == TASKS[0])] for state in states]).view(RowsState)
+        rows = [[float(s.present_frame[0, 0, 0]), float(s.task == TASKS[0])] for s in states]
+        return np.array(rows).view(RowsState)
 
     def imagine(self, state: Any, actions: Tensor, noise_seeds: Sequence[int]) -> Any:
         self.calls.append((actions.numpy().copy(), list(noise_seeds)))
@@ -59,7 +60,7 @@ class Repeater:
     action_spec = ActionSpec()
 
     def preprocess(self, frames: np.ndarray, tasks: Sequence[str], states: Any = None) -> np.ndarray:
-        return frames[:, 0, 0, 0].astype(np.float32)
+        return frames.reshape(len(frames), -1)[:, 0].astype(np.float32)
 
     def act(self, inputs: np.ndarray, sampling: SamplingParams, seeds: Sequence[int]) -> ActResult:
         actions = torch.from_numpy(inputs)[:, None, None].expand(-1, 8, 7)
@@ -142,6 +143,25 @@ def test_the_policy_sees_imagined_frames_and_the_simulator_gets_its_actions(monk
         audit(models(), simulators, plays(RIGHT), rows=1)
         audit(models(), simulators, plays(MISSED), rows=1)
     assert asked == [0.0, 8.0, 0.0, 0.0, 0.0], "in the dark world it sees 0, though the simulator counts on"
+
+
+def test_imagination_begins_behind_true_decisions() -> None:
+    """What was true before is neither judged nor compared."""
+    world = CountingWorld()
+    with pool() as simulators:
+        found = audit(models(world, true_decisions=1), simulators, plays(RIGHT, LATER, 1004, AGREED), rows=8)
+    assert [e.start for e in found] == ["seed-1010", "seed-1020", "seed-1099"], (
+        "seed 1004 was solved in step 4"
+    )
+    assert [(e.imagined, e.true, e.judged_true) for e in found] == [
+        (True, True, True),
+        (True, False, True),
+        (False, False, True),
+    ]
+    assert [e.decisions for e in found] == [1, 1, 2]
+    assert len(found[2].psnr) == 2
+    first = world.calls[0][0][:, 0, 0]
+    assert first.tolist() == [8.0] * 8, "the policy sees the frame after the true decision"
 
 
 def test_the_success_rule_of_the_run_ends_episodes() -> None:
