@@ -14,6 +14,7 @@ BESIDE=${BESIDE:-0.1}                    # metres from the plate's centre (in -y
 WORKERS=${WORKERS:-$(nproc)}             # simulator processes in all
 COMPILE=${COMPILE-$(command -v nvidia-smi >/dev/null && echo --compile)}    # COMPILE= leaves it out
 UPDATES=${UPDATES:-15}
+SEED=${SEED:-0}                          # of the training; each has a folder of its own
 WORLD0_STEPS=${WORLD0_STEPS:-1200}       # of the transformer, before the roll-outs and after
 WORLD_STEPS=${WORLD_STEPS:-7000}
 IMAGINED_MEMORY=${IMAGINED_MEMORY:-0.5}  # of the second fit; see asyncrl fit world --help
@@ -60,11 +61,11 @@ together() { # Wait for what was started with &; any failure ends the script.
 }
 figures() { # figures STAGE: print its line, note it in $WORK/figures.jsonl, and stop at a no-go
     local code=0
-    "$PYTHON" - "$WORK" "$1" <<'PY' || code=$?
+    "$PYTHON" - "$WORK" "$1" "$SEED" <<'PY' || code=$?
 import json, re, sys
 from pathlib import Path
 import h5py
-work, stage = Path(sys.argv[1]), sys.argv[2]
+work, stage, seed = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 def recorded(pattern):
     tasks = {}
     for path in sorted(work.glob(f"{pattern}/part-*.h5")):
@@ -116,13 +117,14 @@ if stage == "audit":
     go = all(abs(row[f"{name}_gap"]) <= 10 and row[f"{name}_wrong"][0] < wrong for name, wrong in constant.items())
     change = "longer fit of the world, more roll-outs: nothing is trained in a world that says otherwise than the truth"
 if stage == "train":
-    updates = [json.loads(line) for line in (work / "train" / "metrics.jsonl").read_text().splitlines()]
+    updates = [json.loads(line) for line in (work / f"train-{seed}" / "metrics.jsonl").read_text().splitlines()]
     imagined = [one["env/success_once"] for one in updates if "env/success_once" in one]
-    row = {"updates": len(imagined), "imagined_first": 100 * imagined[0], "imagined_last": 100 * imagined[-1]}
+    row = {"seed": int(seed), "updates": len(imagined), "imagined_first": 100 * imagined[0], "imagined_last": 100 * imagined[-1]}
 if stage == "evaluate":
-    for name in ("base1", "base0", "after1", "after0"):
+    row = {"seed": int(seed)}
+    for name in ("base1", "base0", f"after-{seed}-1", f"after-{seed}-0"):
         row[name], row[name + "_interval"] = evaluated(name)
-    row["gain"] = max(row["after1"], row["after0"]) - max(row["base1"], row["base0"])
+    row["gain"] = max(row[f"after-{seed}-{t}"] for t in (1, 0)) - max(row["base1"], row["base0"])
     go, change = row["gain"] >= 20, "see docs/libero_spatial.md"
 row = {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}
 text = " ".join(f"{key}={value}" for key, value in row.items())
@@ -206,14 +208,14 @@ audit() {
 }
 train() {
     needs audit audit1 audit0
-    run train "$PYTHON" -m torch.distributed.run --standalone "$(dirname "$0")/train.sh" --policy "$WORK/policy" --world "$WORK/world" --start-states "$WORK/starts.h5" \
-        --run-dir "$WORK/train" --updates "$(n "$UPDATES" 2)" --actor.max-decisions $decisions --actor.slots 128 --imagination.precision bf16 \
+    run "train-$SEED" "$PYTHON" -m torch.distributed.run --standalone "$(dirname "$0")/train.sh" --policy "$WORK/policy" --world "$WORK/world" --start-states "$WORK/starts.h5" \
+        --run-dir "$WORK/train-$SEED" --seed "$SEED" --updates "$(n "$UPDATES" 2)" --actor.max-decisions $decisions --actor.slots 128 --imagination.precision bf16 \
         --guard.kind lasting --algorithm.kl-coef 0.02 || exit 1
 }
 evaluate_both() {
-    needs train train
+    needs train "train-$SEED"
     needs base base1 base0
-    both after "$WORK/train"
+    both "after-$SEED-" "$WORK/train-$SEED"
 }
 
 chosen=()
