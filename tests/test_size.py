@@ -17,7 +17,7 @@ CEILINGS = {
     "devices": (515, 5),
     "doctor": (1324, 7),
     "evaluation": (940, 5),
-    "fitting": (4180, 15),
+    "fitting": (4186, 15),
     "launch": (4530, 20),
     "learner": (3270, 16),
     "messaging": (990, 6),

@@ -36,6 +36,8 @@ VIDEO: Final = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}
 AGAIN: Final = "Download or write the data set again."
 GRID: Final = 0.1
 """How far, in frames, times may lie from where they belong. LeRobot's writer adds them up, so they drift."""
+ORDER: Final = {"frame_index": 1, "index": 1, "timestamp": 0}
+"""Columns that tell the order of rows -> how many of theirs a step is; 0: seconds."""
 _NUMBERS: Final = ("float32", "float64", "int64", "int32", "int16", "int8", "uint8", "bool", "float16")
 
 
@@ -140,7 +142,7 @@ class LeRobotFolder(DataSet):
             for (chunk, index), places in groupby(self._places, key=lambda place: place.rows):
                 file = self.path / DATA.format(chunk_index=chunk, file_index=index)
                 with _reading(file):
-                    table = _read_table(file, kept, optional=("frame_index", "timestamp"))
+                    table = _read_table(file, kept, optional=tuple(ORDER))
                     numbers = _numbers_in(table, "episode_index")[:, 0]
                     if unknown := set(numbers.tolist()) - self._numbers:
                         raise ValueError(f"it has episode {min(unknown)}, which meta/episodes lacks")
@@ -215,9 +217,11 @@ class LeRobotFolder(DataSet):
 
 def _check_order(table: Any, rate: float) -> None:
     """Rows of one episode are in the order of time, without a gap."""
-    for name, unit in (("frame_index", 1.0), ("timestamp", rate)):
+    for name, unit in ORDER.items():
         if name in table.column_names:
-            off = ~(np.abs(_numbers_in(table, name)[:, 0] * unit - np.arange(len(table))) <= GRID)
+            counted = _numbers_in(table, name)[:, 0] * (unit or rate)
+            counted = counted - (counted[0] if name == "index" else 0)  # It counts through all episodes.
+            off = ~(np.abs(counted - np.arange(len(table))) <= GRID)
             if off.any():
                 raise ValueError(
                     f"row {int(off.argmax())} of an episode has another {name}: they are not in order"

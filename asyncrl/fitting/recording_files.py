@@ -327,8 +327,8 @@ def read_part(path: Path) -> RecordingFile:
                 raise ValueError(
                     f"{name} are {rows.dtype}{list(rows.shape)}, expected int64 of one dimension"
                 )
-        if actions.dtype.kind not in "fiu":
-            raise ValueError(f"actions are {actions.dtype}, expected float32")
+        if actions.dtype.kind not in "fiu" or not actions.size:
+            raise ValueError(f"actions are {actions.dtype}{list(actions.shape)}, expected float32 [F, A]")
         if actions.ndim != 2 or not len(actions) == len(success) == len(frames):
             raise ValueError(f"{len(frames)} frames, but {len(actions)} actions and {len(success)} success")
         about = parse_json(str(file.attrs["about"]).encode()) if "about" in file.attrs else {}

@@ -97,9 +97,6 @@ class RobomimicFile(DataSet):
             if min(lengths) < 1:
                 raise ValueError("a demonstration has no action")
             self.frames = self.count_frames(lengths)
-            sparse = self.reward and _is_sparse(dataset_in(file, f"{first}/{self.reward}")[:])
-            if not self.success and "success" not in demo.attrs and not sparse:
-                self.note_no_success()
 
     def _check_kind(self, file: h5py.File) -> None:
         if holds_libero(file):
@@ -118,9 +115,11 @@ class RobomimicFile(DataSet):
                 "Export with --rate step."
             )
         name, rate = env.get("env_name"), kwargs.get("control_freq", kwargs.get("steps_per_second", 0))
-        known = type(rate) in (int, float) and 0 < rate <= 10_000
+        rate = 0 if rate is None else rate
+        if type(rate) not in (int, float) or not 0 <= rate <= 10_000:
+            raise ValueError(f"env_args has {rate!r} steps a second")
         named = name if isinstance(name, str) and name else "robomimic"
-        return self.settings.simulator or named, float(rate) if known else 0.0
+        return self.settings.simulator or named, float(rate)
 
     def _json_in(self, group: h5py.Group, name: str) -> dict[str, Any]:
         if name not in group.attrs:
@@ -157,6 +156,8 @@ class RobomimicFile(DataSet):
             rewards = check_array(stored, (steps, 1), f"{self.path} {name}: its rewards")[:, 0]
         success = self._solved(file, name, rewards)
         where, demo = f"{self.path} {name}", group_in(file, f"data/{name}")
+        if (said := demo.attrs.get("num_samples", steps)) != steps:
+            raise ValueError(f"{name} has {steps} actions, but num_samples {said}")
         last = set(group_in(demo, "next_obs")) if "next_obs" in demo else set[str]()
         after = {*self.cameras, *self.state} <= last
         return self.episode(
@@ -216,8 +217,10 @@ class RobomimicFile(DataSet):
         nothing, demo = np.zeros(len(rewards), bool), group_in(file, f"data/{name}")
         if self.settings.success != NONE and "success" in demo.attrs:
             nothing[-1] = check_verdicts(demo.attrs["success"], (), where)
-        elif self.settings.success != NONE and _is_sparse(rewards):
+        elif self.settings.success != NONE and self.reward and _is_sparse(rewards):
             return rewards > 0
+        else:
+            self.note_no_success()
         return nothing
 
     def _task(self, file: h5py.File, name: str) -> str:

@@ -203,7 +203,7 @@ def test_an_import_keeps_states_rewards_and_all_cameras_that_were_named(tmp_path
 def test_demonstrations_are_solved_at_their_end_only_if_that_is_said(tmp_path, episodes, caplog) -> None:
     folder = write_lerobot_folder(tmp_path / "towel", episodes, video=False, judged=False)
     assert not load_recordings([folder]).success.any()
-    assert "no episode counts as solved (--dataset.success KEY, or --dataset.solved end" in caplog.text
+    assert "no such episode counts as solved (--dataset.success KEY, or --dataset.solved end" in caplog.text
     read = load_recordings([folder], DataSetSettings(solved="end"))
     assert np.flatnonzero(read.success).tolist() == [11, 12, 25, 26, 40, 41]
 
@@ -336,6 +336,8 @@ def _rewrite(path: Path, column: str, values: list[object]) -> None:
                     [(i + 0.5) / 30 for i in range(14)],
                     "row 0 of an episode has another timestamp",
                 ),
+                ("index", [*range(13, -1, -1)], "row 1 of an episode has another index"),
+                ("index", [*range(13), 20], "row 13 of an episode has another index"),
                 ("timestamp", [float("nan")] * 14, "has another timestamp"),
                 ("episode_index", [2] * 13 + [3], "it has episode 3, which meta/episodes lacks"),
             )

@@ -128,6 +128,7 @@ def test_pictures_that_another_program_packed_are_read_as_hdf5_reads_them(
             for rate in ("-1", "true", '"20"', "NaN", "1e999")
         ),
         ("actions", lambda rows: rows[:-1], "20 frames, but 19 actions"),
+        ("actions", lambda rows: rows[:, :0], r"actions are float32\[20, 0\]"),
         ("tasks", lambda rows: rows[:-1], "1 tasks, but 3 offsets"),
         ("actions", lambda rows: rows * np.nan, "its actions are not all finite"),
         ("poses", lambda rows: rows[:-1], r"20 frames, but poses are float32\[19, 8\]"),

@@ -118,10 +118,39 @@ def test_an_attribute_that_is_no_json_is_named(tmp_path, episodes: list[Sampled]
     assert "/data: env_args is not read (" in caplog.text
 
 
+def test_a_demonstration_that_alone_says_nothing_of_success_is_told(tmp_path, episodes, caplog) -> None:
+    path = write_robomimic_file(tmp_path / "lift.hdf5", episodes)
+    load_recordings([path])
+    assert "counts as solved" not in caplog.text
+    with h5py.File(path, "a") as file:
+        del file["data/demo_10/rewards"]
+        file["data/demo_10/rewards"] = np.linspace(0, 1, len(file["data/demo_10/actions"]))
+    assert not load_recordings([path]).solved()[1]
+    assert "nothing says when a task is solved: no such episode counts as solved" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value", "said"),
+    [
+        ("data/demo_10", "num_samples", 7, "demo_10 has 11 actions, but num_samples 7"),
+        *(
+            ("data", "env_args", f'{{"env_kwargs": {{"control_freq": {rate}}}}}', "steps a second")
+            for rate in ('"20"', "-20", "true", "1e6")
+        ),
+    ],
+)
+def test_attributes_that_cannot_be_are_refused(tmp_path, episodes, where, name, value, said) -> None:
+    path = write_robomimic_file(tmp_path / "lift.hdf5", episodes)
+    with h5py.File(path, "a") as file:
+        file[where].attrs[name] = value
+    with pytest.raises(ConfigError, match=said):
+        load_recordings([path])
+
+
 def test_dense_rewards_are_no_verdicts(tmp_path, episodes: list[Sampled], caplog) -> None:
     path = write_robomimic_file(tmp_path / "lift.hdf5", episodes[1:2], sparse=False)
     assert not load_recordings([path]).success.any()
-    assert "no episode counts as solved" in caplog.text
+    assert "no such episode counts as solved" in caplog.text
     read = load_recordings([path], DataSetSettings(success="rewards"))
     assert read.success[1:-2].tolist() == (episodes[1].rewards[:-2] > 0.5).tolist()
 
