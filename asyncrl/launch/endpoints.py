@@ -143,8 +143,8 @@ def opened(hosts: Hosts, run_dir: Path, identity: RunIdentity) -> Iterator[tuple
 
 def restore_folder(folder: Path, identity: RunIdentity) -> None:
     """Make the private folder of a living run again if the host cleaned it away."""
-    if not folder.exists():
-        folder.mkdir(mode=0o700, parents=True)
+    if not (folder / sockets.IDENTITY).exists():
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_private(folder / sockets.IDENTITY, identity.secret)
 
 

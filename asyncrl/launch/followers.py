@@ -42,7 +42,7 @@ from asyncrl.observability.background_file import logged_to
 from asyncrl.observability.process_status import Watchdog
 from asyncrl.observability.signals import BlockingThread, StopFlag
 from asyncrl.storage import run_owner
-from asyncrl.storage.atomic import write_text
+from asyncrl.storage.atomic import read_small, write_text
 from asyncrl.storage.untrusted import load_json
 
 MAX_RESPAWNS = 5  # restarts in a row of a child that dies; one death more ends the run
@@ -139,8 +139,11 @@ class FirstHost:
 
     def run_is_over(self) -> bool:
         """Return whether rank 0 has ended the run, or is gone. Called often."""
-        if self._near:
-            return not (Path(self._info.sockets).exists() and self.learner_lives())
+        if self._near:  # Not the folder itself, which the host may clean away.
+            with suppress(OSError, ValueError):
+                named = read_small(Path(self._info.run_dir) / endpoints.SOCKETS)
+                return named != self._info.sockets or not self.learner_lives()
+            return True
         now = time.monotonic()
         if not self._over and now - self._asked_at > LOOK_FROM_AFAR:
             self._asked_at = now

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -193,6 +193,8 @@ def _news(
     evaluator: EvaluatorProcess,
     stop: StopFlag,
 ) -> list[str]:
+    with suppress(OSError):  # The host may clean TMPDIR, which also gives its name to others.
+        endpoints.restore_folder(notices[0], run.start.identity)
     if why := pop_failure(*notices):
         raise RunError(why)
     lines = publisher.server.pop_events()

@@ -174,6 +174,15 @@ def bind(router: zmq.Socket[bytes], endpoint: str, security: ServerKeys | None =
         raise ConfigError(f"endpoint {endpoint!r} cannot be opened: {error}. Choose another one.") from None
 
 
+def bind_again(router: zmq.Socket[bytes], endpoint: str) -> None:
+    """Bind an ipc endpoint once more if the host cleaned its socket away; connections stay. Call it often."""
+    path = Path(endpoint.removeprefix("ipc://"))
+    if endpoint.startswith("ipc") and not path.exists():
+        with contextlib.suppress(OSError, ConfigError):  # The next call tries again.
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            bind(router, endpoint)
+
+
 def open_dealer(
     context: zmq.Context[zmq.Socket[bytes]],
     endpoint: str,

@@ -20,7 +20,7 @@ import zmq
 from asyncrl.errors import OutOfFiles, WireError
 from asyncrl.messaging.episode_codec import Buffer
 from asyncrl.messaging.keys import ServerKeys, admitting
-from asyncrl.messaging.sockets import LINGER_MS, ConnectionGuard, bind_router
+from asyncrl.messaging.sockets import LINGER_MS, ConnectionGuard, bind_again, bind_router
 from asyncrl.messaging.wire import WITH_EPISODE, Message, decode
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.process_status import set_activity
@@ -66,7 +66,7 @@ def serve_replay(
             replay.lifecycle.write_in_background()
             replay.batches.read_in_background()
             server = ReplayServer(replay, socket, settings, identity, guard, keyed=security is not None)
-            server.run(stop_event or threading.Event())
+            server.run(stop_event or threading.Event(), endpoint)
     finally:
         context.destroy(linger=LINGER_MS)
         replay.close()
@@ -96,10 +96,11 @@ class ReplayServer:
         self._hand_over = HandOver(replay.batches, replay.state, self.sender)
         self._bytes = self._episodes = 0
 
-    def run(self, stop_event: threading.Event) -> None:
+    def run(self, stop_event: threading.Event, endpoint: str) -> None:
         """Serve until stopped, orphaned, or abandoned by all after the learner's stop."""
         parent, serve_until = os.getppid(), float("inf")
         while not stop_event.is_set() and os.getppid() == parent and time.monotonic() < serve_until:
+            bind_again(self.socket, endpoint)
             # Short sleeps while threads work, whose end no message reports.
             busy = self.replay.lifecycle.unwritten or self._hand_over.busy
             self.serve_once(1 if busy else 5 if self.replay.batches.busy else POLL_MS)

@@ -21,7 +21,7 @@ import zmq
 
 from asyncrl.errors import WireError
 from asyncrl.messaging.keys import ServerKeys, admitting
-from asyncrl.messaging.sockets import LINGER_MS, ConnectionGuard, bind, bind_router
+from asyncrl.messaging.sockets import LINGER_MS, ConnectionGuard, bind, bind_again, bind_router
 from asyncrl.messaging.weight_messages import CHUNK, MAX_PAYLOAD, Buffer, WeightMessage, decode, encode
 from asyncrl.observability import process_status, waits
 from asyncrl.storage.run_owner import NO_RUN, RunIdentity
@@ -155,6 +155,7 @@ class WeightServer:
             if (now := time.monotonic()) - self._checked_at > _CHECK_SECONDS:
                 self._checked_at = now
                 self._check_receivers(now)
+                bind_again(self._socket, self.endpoint)
             if all(each.member for each in self.subscribers.values()):
                 self.copies.clear()
             self.changed.notify_all()

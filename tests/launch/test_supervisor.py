@@ -16,8 +16,10 @@ import zmq
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch import endpoints
 from asyncrl.launch.children import Supervisor, first_traceback
-from asyncrl.launch.job import Hosts
+from asyncrl.launch.followers import FirstHost
+from asyncrl.launch.job import Hosts, Job, RunInfo
 from asyncrl.messaging.sockets import bind_router
+from asyncrl.observability import process_status
 from asyncrl.storage.run_owner import RunIdentity
 from support import child_environment
 from support.waiting import wait_for
@@ -180,6 +182,18 @@ def test_a_replay_makes_the_folder_of_its_socket_again(tmp_path, monkeypatch):
         with zmq.Context() as context, pytest.raises(ConfigError, match="other users can enter"):
             bind_router(context, endpoint)
     shutil.rmtree(short, ignore_errors=True)
+
+
+def test_a_follower_goes_on_when_the_folder_of_the_sockets_is_cleaned_away(tmp_path, monkeypatch):
+    monkeypatch.setattr(process_status, "_own_file", None)
+    process_status.publish_as(tmp_path, "learner-0")
+    with endpoints.opened(Hosts(), tmp_path, RunIdentity(secret="5" * 64, attempt=1)) as (folder, endpoint):
+        where = {"run_dir": str(tmp_path), "replay_endpoint": endpoint, "weights_endpoint": ""}
+        info = RunInfo(**where, sockets=str(folder))
+        first_host = FirstHost(info, Job(rank=1, size=2, local_rank=1, local_size=2))
+        shutil.rmtree(folder)
+        assert not first_host.run_is_over()
+    assert first_host.run_is_over()
 
 
 def test_a_killed_child_is_reported_by_the_signals_name(tmp_path):

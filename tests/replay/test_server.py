@@ -1,6 +1,7 @@
 """The replay over real sockets: nothing is lost, nothing is used twice, and a stop reaches everybody."""
 
 import dataclasses
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -45,6 +46,21 @@ def imagine_until_stopped(endpoint: str, name: str, version: list[int], pushed: 
         port.report({s.ACTORS_WAITING: 0.5})
     finally:
         port.close(10.0)
+
+
+def test_a_socket_that_the_host_cleaned_away_comes_back(tmp_path: Path, endpoint: str) -> None:
+    with Served(tmp_path, endpoint):
+        first, learner = ZmqActorPort(endpoint, "a"), ZmqLearnerPort(endpoint)
+        learner.status()
+        grant = acquire(first)
+        shutil.rmtree(Path(endpoint.removeprefix("ipc://")).parent, ignore_errors=True)
+        push_group(first, grant, "a", 0)
+        until(first, 0)
+        second = ZmqActorPort(endpoint, "b")
+        assert {acquire(second).number, grant.number} == {0, 1}
+        for port in (first, second):
+            port.leave(1.0)
+        learner.close()
 
 
 def test_two_actors_and_a_learner_use_every_group_once(tmp_path: Path, endpoint: str) -> None:

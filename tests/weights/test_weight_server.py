@@ -3,6 +3,8 @@
 import contextlib
 import os
 import resource
+import shutil
+import stat
 import subprocess
 import threading
 import time
@@ -253,6 +255,24 @@ def test_an_epochs_files_go_with_it(publisher: BroadcastPublisher, folder: Path)
         time.sleep(0.01)
     assert [path.name for path in folder.parent.iterdir()] == ["weights"], "the socket alone"
     assert publisher._epoch >= 3
+
+
+def test_a_socket_that_the_host_cleaned_away_comes_back(publisher: BroadcastPublisher, folder: Path) -> None:
+    """Members that are connected stay so; others find the socket again."""
+    publisher.publish(WholeTensors(SMALL), 0)
+    receiver = WeightReceiver("shared_memory", publisher.endpoint, "actor-0", SMALL)
+    assert receiver.wait_for_first(PATIENCE) == 0
+    shutil.rmtree(folder.parent, ignore_errors=True)
+    until = time.monotonic() + PATIENCE
+    while not folder.is_socket() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
+    late = WeightReceiver("shared_memory", publisher.endpoint, "actor-1", SMALL)
+    assert late.wait_for_first(PATIENCE) == 0
+    publisher.publish(source(1, elements=10), 1)
+    for one in (receiver, late):
+        assert swap_until(one, policy(0, elements=10), 1) == 1
+        one.close()
 
 
 def test_a_member_of_another_host_that_falls_silent_is_left_behind(folder: Path) -> None:
