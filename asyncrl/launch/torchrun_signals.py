@@ -31,8 +31,11 @@ def rendezvous_handler() -> Callable[..., NoReturn]:
     if starts_asyncrl(sys.argv):
         sys.excepthook = quiet_after_signals(sys.excepthook)
         os.environ.setdefault(WAIT, str(WAIT_SECONDS))
-        _wait_for_ranks()
-        _change_agent()
+        try:
+            _wait_for_ranks()
+            _change_agent()
+        except (ImportError, AttributeError) as error:
+            print(f"asyncrl: torchrun of this torch ends runs in its own way: {error}", file=sys.stderr)
     return _no_rendezvous
 
 
@@ -61,8 +64,8 @@ def _change_agent() -> None:
         return result
 
     def waited(agent: Any) -> None:
-        if agent._worker_group.group_world_size > 1:
-            seconds = agent._exit_barrier_timeout
+        if agent.get_worker_group().group_world_size > 1:
+            seconds = getattr(agent, "_exit_barrier_timeout", 300)
             print(f"asyncrl: done here; torchrun waits up to {seconds:.0f} s for the other hosts", flush=True)
         barrier(agent)
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from asyncrl.errors import ReplayError, SampleTimeout
 from asyncrl.messaging.keys import ClientKeys
+from asyncrl.messaging.sockets import GOODBYE_MS, LINGER_MS
 from asyncrl.messaging.wire import Message
 from asyncrl.observability import metrics_system, process_status, waits  # noqa: F401  They define the replay's metrics.
 from asyncrl.observability.metrics import REGISTRY, Metric
@@ -139,7 +140,7 @@ class ZmqActorPort:
                 self._exchange(0.05)  # Its queue is full of episodes.
             return self.stopped or not pending()
         finally:
-            self._link.close()
+            self._link.close(LINGER_MS if self.stopped else GOODBYE_MS)
 
     def _exchange(self, wait: float) -> None:
         self._outbox.send_due()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from asyncrl.errors import AsyncRLError, AttemptEnded, WeightSyncError, WireError
 from asyncrl.messaging.keys import ClientKeys, Handshakes
-from asyncrl.messaging.sockets import LINGER_MS, open_dealer
+from asyncrl.messaging.sockets import GOODBYE_MS, LINGER_MS, open_dealer
 from asyncrl.messaging.weight_messages import CHUNK, WeightMessage, decode, encode
 from asyncrl.observability import process_status, waits
 from asyncrl.storage.run_owner import NO_RUN, RunIdentity
@@ -119,7 +119,7 @@ class WeightReceiver(BufferedReceiver):
             self._finish(failure)
             self._session.drop()
             self._socket.disable_monitor()
-            self._context.destroy(linger=LINGER_MS)
+            self._context.destroy(linger=GOODBYE_MS if self._closing.is_set() else LINGER_MS)
 
     def _handle(self, message: WeightMessage) -> None:
         if message.kind == "layout":

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import PContext
 
@@ -143,6 +144,17 @@ def test_only_torchruns_of_asyncrl_are_changed(command, ours, monkeypatch) -> No
     with contextlib.suppress(RuntimeError):
         rendezvous_handler()
     assert os.environ[WAIT] == "7"
+
+
+def test_a_torch_that_names_its_agent_otherwise_is_said(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(torchrun_signals.sys, "argv", ["torchrun", SCRIPT])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(PContext, "close", PContext.close)
+    monkeypatch.setenv(WAIT, "7")
+    monkeypatch.setattr(local_elastic_agent, "LocalElasticAgent", type("Renamed", (), {}))
+    with pytest.raises(RuntimeError, match="no rendezvous back-end"):
+        rendezvous_handler()("params")
+    assert "torchrun of this torch ends runs in its own way" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("seconds", "said", "waits"), [(77, {}, 77), (None, {"timeout": 66}, 66)])

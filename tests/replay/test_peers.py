@@ -8,18 +8,23 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 
 import pytest
+import zmq
 
 from asyncrl.config.sections import ReplaySettings
 from asyncrl.errors import ReplayError
 from asyncrl.launch.roles import open_run_replay
+from asyncrl.messaging.sockets import LINGER_MS, bind_router
 from asyncrl.observability import metrics_system as m
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.connection import JoinSettings, ask_settings
 from asyncrl.replay.server import serve_replay
+from asyncrl.weights.interface import PULL
+from asyncrl.weights.receiver import WeightReceiver
 from support import child_environment
 from support.episodes import make_episode
 from support.replay import Clock, make_limiter, make_replay
@@ -96,6 +101,24 @@ def test_an_actor_that_leaves_hands_over_what_is_finished_and_gives_the_rest_bac
         assert status[m.EPISODES] == 2, "the complete group was delivered"
         assert status[m.DROPPED_DEADLINE] == 1, "the episode of a group that nobody will complete"
         other.leave(1.0)
+
+
+@pytest.mark.parametrize("kind", ["bye", "leave"])
+def test_a_goodbye_reaches_a_busy_peer(endpoint: str, kind: str) -> None:
+    """One that takes nothing for longer than other messages wait at the end."""
+    if kind == "bye":
+        leave = partial(ZmqActorPort(endpoint, "far").leave, 0.0)
+    else:
+        leave = WeightReceiver(PULL, endpoint, "far", None).close
+    thread = Thread(target=leave)
+    thread.start()
+    time.sleep(LINGER_MS / 1000 + 0.3)
+    with zmq.Context() as context, bind_router(context, endpoint) as router:
+        heard = b""
+        while f'"kind":"{kind}"'.encode() not in heard:
+            assert router.poll(4000), "it was lost"
+            heard = router.recv_multipart()[1]
+        thread.join()
 
 
 STOPPED = """
