@@ -11,6 +11,7 @@ from PIL import Image
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.facts import plain_task
 from asyncrl.rewards.libero_tasks import SUITES
+from asyncrl.simulators.interface import SimulatorSpec
 from asyncrl.simulators.maniskill.tasks import TASKS as MANISKILL
 from asyncrl.simulators.tabletop.scene import TASKS as TABLE
 from support.doors import DOORS, PICTURE, TASK, Unstorable, doors_of, picture_as, play
@@ -148,6 +149,28 @@ def test_pictures_of_another_size_than_was_said_are_refused(tmp_path: Path, name
 def test_a_reset_says_one_of_the_tasks_of_the_spec(facts: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         play("Own", **facts)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        *((name, (0, -1, 8.0, "8", True, None, 2**40)) for name in ("max_steps", "places")),
+        ("image_size", (-32, 32.0, "32", True, None)),
+        ("trials", (-1, 1.5, None)),
+        ("name", (None, 3)),
+        ("cameras", ((), "main", ("main", 1))),
+        ("reward", ("sparse", None)),
+        ("action_low", ((0,) * 6, (2,) * 7, (float("nan"),) * 7, (-1,) * 8, ("-1",) * 7, (), None, -1)),
+        ("action_high", ((float("inf"),) * 7, (-2,) * 7, (1,) * 6, (True,) * 7)),
+        ("idle", ((0,) * 6, (float("nan"),) * 7, ())),
+    ],
+)
+def test_a_spec_that_cannot_be_is_refused(name: str, values: tuple[Any, ...]) -> None:
+    right: dict[str, Any] = {"name": "own", "tasks": [TASK], "trials": 0, "max_steps": 8, "image_size": 32}
+    assert SimulatorSpec(**right).tasks == (TASK,)
+    for value in values:
+        with pytest.raises(ConfigError, match=r"^spec of the simulator .*Correct its class\.$"):
+            SimulatorSpec(**right | {name: value})
 
 
 def test_what_is_shipped_is_in_the_normal_form() -> None:

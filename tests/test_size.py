@@ -26,8 +26,8 @@ CEILINGS = {
     "replay": (4066, 18),
     "replay_tools": (1406, 8),
     "rewards": (563, 4),
-    "simulators": (4000, 21),
-    "storage": (2349, 10),
+    "simulators": (4002, 21),
+    "storage": (2350, 10),
     "weights": (2178, 11),
     "worlds": (5425, 24),
 }

@@ -23,7 +23,7 @@ from asyncrl.errors import WireError
 from asyncrl.messaging import episode_codec as codec
 from asyncrl.messaging.episode_codec import Buffer, LongText
 from asyncrl.records import Episode
-from asyncrl.storage.untrusted import without_doubles
+from asyncrl.storage.untrusted import no_constant, without_doubles
 
 MAGIC: Final = b"ARL1"
 _PREFIX: Final = struct.Struct("<4sI")
@@ -177,7 +177,7 @@ def _parse(frame: Buffer) -> dict[str, Any]:
     if zlib.crc32(body) != crc:
         raise WireError("the checksum of the header does not match: it was changed on its way.")
     try:
-        header = json.loads(body.decode(), object_pairs_hook=without_doubles, parse_constant=_no_constant)
+        header = json.loads(body.decode(), object_pairs_hook=without_doubles, parse_constant=no_constant)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         raise WireError(f"the header is not valid JSON: {str(error)[:200]}.") from None
     if not isinstance(header, dict):
@@ -194,10 +194,6 @@ def _check_schema(header: dict[str, Any], allowed: tuple[int, ...]) -> int:
             "Run the same asyncrl version on both sides."
         )
     return schema
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a number here")
 
 
 def check_fields(kind: str, fields: dict[str, Any], kinds: dict[str, dict[str, type]]) -> None:

@@ -9,6 +9,7 @@ action.
 
 from __future__ import annotations
 
+import operator
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,10 +23,11 @@ from asyncrl import registry
 from asyncrl.config.bounds import AtLeast, Bounded
 from asyncrl.errors import ConfigError
 from asyncrl.facts import check_instruction, check_instructions
+from asyncrl.storage.untrusted import Typed
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulatorSpec:
+class SimulatorSpec(Typed):
     """Properties of a simulator, known before an episode is played. Plain values: it travels as JSON."""
 
     name: str
@@ -62,6 +64,15 @@ class SimulatorSpec:
     def __post_init__(self) -> None:
         tasks = check_instructions(self.tasks, f"spec.tasks of the simulator {self.name}")
         object.__setattr__(self, "tasks", tasks)
+        try:
+            super().__post_init__()
+            low, high = self.action_low, self.action_high
+            if not 0 < len(low) == len(high) == self.action_dim or any(map(operator.gt, low, high)):
+                raise ValueError(f"action_low {low}, action_high {high} and idle {self.idle} do not fit")
+            if min(self.max_steps, self.places, len(self.cameras)) < 1:
+                raise ValueError("max_steps, places and cameras must be at least 1")
+        except ValueError as error:
+            raise ConfigError(f"spec of the simulator {self.name}: {error}. Correct its class.") from error
 
     @property
     def action_dim(self) -> int:

@@ -152,7 +152,7 @@ class VectorEnvSimulator:
             name=name or getattr(registration, "id", "vector_env").replace("/", "_"),
             tasks=(task,) if task else (),
             trials=0,
-            max_steps=max_steps,
+            max_steps=int(max_steps),
             image_size=size,
             state_dim=width,
             action_low=tuple(map(float, self._low)),

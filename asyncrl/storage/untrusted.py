@@ -146,7 +146,7 @@ def parse_json(raw: bytes) -> dict[str, Any]:
             text,
             parse_int=_number,
             parse_float=_number,
-            parse_constant=_no_constant,
+            parse_constant=no_constant,
             object_pairs_hook=without_doubles,
         )
     except RecursionError:
@@ -175,7 +175,8 @@ def _number(digits: str) -> float:
     return number
 
 
-def _no_constant(name: str) -> NoReturn:
+def no_constant(name: str) -> NoReturn:
+    """Refuse NaN and infinities, which Python's JSON would read, by a ValueError."""
     raise ValueError(f"it has {name}, which is not in JSON")
 
 

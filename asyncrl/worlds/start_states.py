@@ -112,13 +112,13 @@ def _read(path: Path, file: h5py.File) -> list[StartState]:
     if file.attrs["format"] != FORMAT:
         raise AssetError(f"{path} is not a file of start states (format {file.attrs['format']!r}).")
     arrays: dict[str, NDArray[Any]] = {name: dataset_in(file, name)[...] for name in map(str, file)}
-    frames, context = arrays["frame"], arrays.get("context_frames")
+    frames, count = arrays["frame"], len(arrays["frame"])
     check_pictures(frames, (-1, -1, -1, 3), f"{path}: frames")
-    count, most = len(frames), 0 if context is None else context.shape[1]
-    if context is not None:
+    if (context := arrays.setdefault("context_frames", frames[:, None][:, :0])).shape[1:2] != (0,):
         check_pictures(context, (count, -1, *frames.shape[1:]), f"{path}: context_frames")
-    none = (np.zeros((0, *frames.shape[1:]), np.uint8), np.zeros((0, ACTION_DIM), np.float32))
-    actions, poses = arrays.get("context_actions", none[1][None]), arrays.get("ee_pose")
+    most, used = context.shape[1], arrays["context_length"]
+    actions = arrays.setdefault("context_actions", np.zeros((count, 0, ACTION_DIM), np.float32))
+    poses = arrays.setdefault("ee_pose", np.full((count, POSE_DIM), np.nan, np.float32))
     elapsed = arrays.setdefault("elapsed", np.zeros(count, np.int64))
     for name, kind, shape in (
         ("name", "S", [count]),
@@ -128,39 +128,34 @@ def _read(path: Path, file: h5py.File) -> list[StartState]:
         ("elapsed", "int64", [count]),
         ("ee_pose", "float32", [count, POSE_DIM]),
     ):
-        array = arrays.get(name)
-        if array is None:
-            continue
+        array = arrays[name]
         if list(array.shape) != shape or (array.dtype != kind and array.dtype.kind != kind):
             raise AssetError(
                 f"{path}: {name} is {array.dtype}{list(array.shape)}, expected {kind} {shape}. Write it "
                 "again."
             )
-    known = np.isfinite(np.zeros((0, POSE_DIM)) if poses is None else poses)
+    known = np.isfinite(poses)
     for name, right in (
         ("elapsed is below 0", elapsed >= 0),
-        (f"context_length is neither 0 nor {most}", np.isin(arrays["context_length"], (0, most))),
+        (f"context_length is neither 0 nor {most}", np.isin(used, (0, most))),
         ("context_actions are not all finite", np.isfinite(actions)),
         ("ee_pose is neither finite nor all NaN", known == known[:, :1]),
         ("a name stands there twice", [len(set(arrays["name"].tolist())) == count]),
     ):
         if not np.all(right):
             raise AssetError(f"{path}: {name}. Write it again.")
-    states = []
-    for i, length in enumerate(arrays["context_length"]):
-        context = (arrays["context_frames"][i], arrays["context_actions"][i]) if length else none
-        states.append(
-            StartState(
-                name=bytes(arrays["name"][i]).decode(),
-                task=arrays["task"][i],
-                frame=frames[i],
-                context_frames=context[0],
-                context_actions=context[1],
-                ee_pose=None if poses is None or not known[i].all() else poses[i],
-                elapsed=int(elapsed[i]),
-            )
+    return [
+        StartState(
+            name=bytes(arrays["name"][i]).decode(),
+            task=arrays["task"][i],
+            frame=frames[i],
+            context_frames=context[i, : used[i]],
+            context_actions=actions[i, : used[i]],
+            ee_pose=poses[i] if known[i].all() else None,
+            elapsed=int(elapsed[i]),
         )
-    return states
+        for i in range(count)
+    ]
 
 
 def check_beginnings(

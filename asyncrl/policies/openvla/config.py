@@ -212,13 +212,10 @@ def _problems(config: OpenVLAOFTConfig) -> Iterator[str]:
             "chunk, action_dim and images must be at least 1 and proprio_dim at least 0, but they are "
             f"{config.chunk}, {config.action_dim}, {config.images} and {config.proprio_dim}"
         )
-    for name, width, heads in (
-        ("llm", config.llm_width, config.llm_heads),
-        ("dino", config.dino.width, config.dino.heads),
-        ("siglip", config.siglip.width, config.siglip.heads),
-    ):
+    llm = (config.llm_width, config.llm_heads)
+    for width, heads in (llm, *((tower.width, tower.heads) for tower in (config.dino, config.siglip))):
         if not heads or width % heads:
-            yield f"{name} has {heads} heads, which do not divide its width of {width}"
+            yield f"{heads} heads do not divide a width of {width}"
     if not BINS < config.token_count < config.vocab_size or not 0 < config.patch_size <= config.image_size:
         yield (
             f"token_count {config.token_count} must be between {BINS} and vocab_size {config.vocab_size}, "
