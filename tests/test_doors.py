@@ -162,7 +162,7 @@ def test_a_reset_says_one_of_the_tasks_of_the_spec(facts: dict[str, Any], said: 
         ("reward", ("sparse", None)),
         ("action_low", ((0,) * 6, (2,) * 7, (float("nan"),) * 7, (-1,) * 8, ("-1",) * 7, (), None, -1)),
         ("action_high", ((float("inf"),) * 7, (-2,) * 7, (1,) * 6, (True,) * 7)),
-        ("idle", ((0,) * 6, (float("nan"),) * 7, ())),
+        ("idle", ((float("nan"),) * 7, ("0",) * 7, ())),
     ],
 )
 def test_a_spec_that_cannot_be_is_refused(name: str, values: tuple[Any, ...]) -> None:

@@ -67,7 +67,7 @@ class SimulatorSpec(Typed):
         try:
             super().__post_init__()
             low, high = self.action_low, self.action_high
-            if not 0 < len(low) == len(high) == self.action_dim or any(map(operator.gt, low, high)):
+            if not self.idle or not 0 < len(low) == len(high) or any(map(operator.gt, low, high)):
                 raise ValueError(f"action_low {low}, action_high {high} and idle {self.idle} do not fit")
             if min(self.max_steps, self.places, len(self.cameras)) < 1:
                 raise ValueError("max_steps, places and cameras must be at least 1")
