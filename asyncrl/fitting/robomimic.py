@@ -51,13 +51,6 @@ def holds_libero(file: h5py.File) -> bool:
     return "agentview_rgb" in obs and "ee_states" in obs
 
 
-def _demos_in(file: h5py.File) -> list[str]:
-    names = list(map(str, group_in(file, "data")))
-    if odd := [name for name in names if not re.fullmatch(r"demo_[0-9]{1,18}", name)]:
-        raise ValueError(f"data/{odd[0]} is not called demo_ and a number: rename it")
-    return sorted(names, key=_number)
-
-
 def _number(demo: str) -> int:
     return int(demo.removeprefix("demo_"))
 
@@ -70,7 +63,10 @@ class RobomimicFile(DataSet):
     def __init__(self, path: Path, settings: DataSetSettings) -> None:
         super().__init__(path, settings)
         with self._opened() as file:
-            self.demos = _demos_in(file)[: settings.episodes or None]
+            names = list(map(str, group_in(file, "data")))
+            if odd := [name for name in names if not re.fullmatch(r"demo_[0-9]{1,18}", name)]:
+                raise ValueError(f"data/{odd[0]} is not called demo_ and a number: rename it")
+            self.demos = sorted(names, key=_number)[: settings.episodes or None]
             if not self.demos:
                 raise ValueError("there is no data/demo_0")
             self._check_kind(file)
@@ -217,7 +213,7 @@ class RobomimicFile(DataSet):
         nothing, demo = np.zeros(len(rewards), bool), group_in(file, f"data/{name}")
         if self.settings.success != NONE and "success" in demo.attrs:
             nothing[-1] = check_verdicts(demo.attrs["success"], (), where)
-        elif self.settings.success != NONE and self.reward and _is_sparse(rewards):
+        elif self.settings.success != NONE and self.reward and np.isin(rewards, (0, 1)).all():
             return rewards > 0
         else:
             self.note_no_success()
@@ -353,7 +349,3 @@ def _picture_size(obs: h5py.Group, key: str) -> tuple[int, int] | None:
 
 def _width(dataset: h5py.Dataset) -> int:
     return dataset.shape[1] if dataset.ndim > 1 else 1
-
-
-def _is_sparse(rewards: NDArray[Any]) -> bool:
-    return bool(np.isin(rewards, (0, 1)).all())

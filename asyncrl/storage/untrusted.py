@@ -15,7 +15,6 @@ import os
 import shutil
 import stat
 import typing
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
@@ -162,8 +161,7 @@ def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make the dict of a JSON object; a ValueError refuses a key that occurs twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"it has the key {shortened(twice)} twice")
+        raise ValueError(f"it has a key twice, of {shortened(list(found))}")
     return found
 
 

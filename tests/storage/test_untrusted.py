@@ -118,7 +118,7 @@ REFUSED = {
     "a list deeper than the stack": (b"[" * 200_000 + b"]" * 200_000, "nested too deeply"),
     "no UTF-8": (b'{"caf\xe9": 1}', "utf-8"),
     "half a character": (b'{"a": "\\ud800"}', "surrogates not allowed"),
-    "a key twice": (b'{"a": 1, "b": {"c": 1, "\\u0063": 2}}', "it has the key 'c' twice"),
+    "a key twice": (b'{"a": 1, "b": {"c": 1, "\\u0063": 2}}', "it has a key twice, of .'c'."),
     "a mark of the byte order": (b'\xef\xbb\xbf{"a": 1}', "BOM"),
     "another type": (b"[1]", "it holds a list, expected a dict"),
     "nothing": (b"", "Expecting value"),

@@ -358,7 +358,10 @@ class _Sizes(dict[str, torch.Size]):
 def read_config(shapes: Mapping[str, torch.Size], about: Mapping[str, Any]) -> EvacConfig:
     """Read the sizes of a world from shapes and world.json; without the latter, facts are as published."""
     sizes = {part: _Sizes(prefix, shapes) for part, prefix in PREFIXES.items()}
-    facts = {name: _as_tuples(about[name]) if about else {} for name in _FACTS}
+    facts: dict[str, dict[str, Any]] = {
+        name: {key: tuple(x) if isinstance(x, list) else x for key, x in about.get(name, {}).items()}
+        for name in _FACTS
+    }
     others = {name: about[name] for name in _OTHER_FACTS} if about else {"image_size": _IMAGE_SIZE}
     return EvacConfig(
         unet=_unet_size(sizes["unet"], facts["unet"]),
@@ -371,10 +374,6 @@ def read_config(shapes: Mapping[str, torch.Size], about: Mapping[str, Any]) -> E
         pose_hidden=sizes["pose_model"]["net.0.weight"][0],
         **others,
     )
-
-
-def _as_tuples(facts: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()}
 
 
 def _unet_size(shapes: _Sizes, facts: Mapping[str, Any]) -> UNetConfig:
