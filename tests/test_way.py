@@ -1,4 +1,4 @@
-"""Budgets of the way: modules and lines of functions that run in a decision, an update and a start."""
+"""Budgets of the way: modules and lines of functions in a decision, an update, a start and a publication."""
 
 import ast
 import json
@@ -11,6 +11,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "asyncrl"
 BUDGETS = {"decision": (40, 2000), "update": (20, 1300), "start": (90, None)}
 """Phase of an inline run -> most modules and lines of functions."""
+PUBLICATIONS = {"shared_memory": (17, 800), "pull": (16, 700), "in_process": (4, 120)}
+"""Carrier -> the same of one publication, in the processes of both ends; a heartbeat may be among it."""
 TRACED = """
 import json, sys
 from asyncrl import cli
@@ -56,20 +58,41 @@ json.dump({phase: sorted(places) for phase, places in seen.items()}, open(sys.ar
 """
 
 
-@pytest.mark.slow
-def test_the_way_stays_short(tmp_path: Path) -> None:
-    out, run = tmp_path / "seen.json", tmp_path / "run"
-    size = "--updates 2 --algorithm.group-size 2 --algorithm.groups-per-update 2 --actor.slots 4"
-    command = [sys.executable, "-c", f"PACKAGE = {str(PACKAGE)!r}\n{TRACED}", out, "train", "--inline"]
-    subprocess.run([*command, *size.split(), "--run-dir", run], check=True, timeout=170)
+def function_lengths() -> dict[tuple[str, int], int]:
     lengths: dict[tuple[str, int], int] = {}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
                 first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
                 lengths[str(path), first] = (node.end_lineno or first) - first + 1
+    return lengths
+
+
+def passed(places: list[tuple[str, int]], lengths: dict[tuple[str, int], int]) -> tuple[int, int]:
+    """Modules and lines of functions."""
+    return len({path for path, _ in places}), sum(lengths.get((path, line), 0) for path, line in places)
+
+
+@pytest.mark.slow
+def test_the_way_stays_short(tmp_path: Path) -> None:
+    out, run = tmp_path / "seen.json", tmp_path / "run"
+    size = "--updates 2 --algorithm.group-size 2 --algorithm.groups-per-update 2 --actor.slots 4"
+    command = [sys.executable, "-c", f"PACKAGE = {str(PACKAGE)!r}\n{TRACED}", out, "train", "--inline"]
+    subprocess.run([*command, *size.split(), "--run-dir", run], check=True, timeout=170)
+    lengths = function_lengths()
     for phase, places in json.loads(out.read_text()).items():
         modules, lines = BUDGETS[phase]
-        found = len({path for path, _ in places}), sum(lengths.get((path, line), 0) for path, line in places)
+        found = passed(places, lengths)
         assert 10 < found[0] <= modules, (phase, found)
         assert lines is None or 500 < found[1] <= lines, (phase, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("carrier", PUBLICATIONS)
+def test_a_publication_stays_short(tmp_path: Path, carrier: str) -> None:
+    out = tmp_path / "seen.json"
+    command = [sys.executable, "-m", "support.traced_publication", carrier, out]
+    subprocess.run(command, check=True, timeout=90, cwd=Path(__file__).parent)
+    found, (modules, lines) = passed(json.loads(out.read_text()), function_lengths()), PUBLICATIONS[carrier]
+    assert 2 < found[0] <= modules, found
+    assert 50 < found[1] <= lines, found
