@@ -86,14 +86,14 @@ def resolved(address: str) -> str:
     """Return the endpoint of --join, where ``tcp://`` may lack and a host may have a name."""
     kind, _, rest = address.rpartition("://")
     host, _, port = rest.rpartition(":")
-    if kind not in ("", "tcp") or not host:
-        return address
+    if kind not in ("", "tcp") or not host or host[0] == "[":  # IPv6
+        return f"tcp://{rest}" if host[:1] == "[" else address
     try:
         return f"tcp://{socket.gethostbyname(host)}:{port}"
     except (OSError, UnicodeError) as error:
         raise ConfigError(
-            f"--join {address}: {host} has no IPv4 address here ({error}), and replays listen at one. Use "
-            "the address that the run's console shows."
+            f"--join {address}: {host} has no IPv4 address here ({error}). Use the address that the run's "
+            "console shows."
         ) from None
 
 

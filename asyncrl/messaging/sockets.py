@@ -91,7 +91,7 @@ def _check_tcp(
 ) -> None:
     host, _, port = rest.rpartition(":")
     try:
-        address = ipaddress.IPv4Address(host)
+        address = ipaddress.IPv6Address(host[1:-1]) if "[" in host else ipaddress.IPv4Address(host)
     except ValueError:
         address = None
     if security is None and not keys_follow and not (address and address.is_loopback):
@@ -108,7 +108,7 @@ def _check_tcp(
     if address is None or address.is_unspecified or address.is_multicast:
         raise ConfigError(
             f"endpoint {endpoint!r} does not name one address, and the others connect to the same endpoint. "
-            "Use the IPv4 address of one network interface, for example tcp://10.0.0.5:5555."
+            "Use the address of one network interface, for example tcp://10.0.0.5:5555 or tcp://[fd00::5]:5555."
         )
     if not (port.isdecimal() and (not any_port) <= int(port[:6]) < 65536):
         raise ConfigError(f"endpoint {endpoint!r} has no port between 1 and 65535.")
@@ -128,10 +128,10 @@ def why_taken(endpoint: str) -> str:
                 return f"it cannot be used ({error.strerror or error})"
         return "a process listens there already"
     host, _, port = rest.rpartition(":")
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if "[" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # As ZeroMQ does: a closed one is free.
         try:
-            probe.bind((host, int(port)))
+            probe.bind((host.strip("[]"), int(port)))
             probe.listen()
         except OSError as error:
             return f"it cannot be opened ({error.strerror})"
@@ -170,6 +170,7 @@ def bind(router: zmq.Socket[bytes], endpoint: str, security: ServerKeys | None =
     try:
         if endpoint.startswith("ipc") and (why := why_taken(endpoint)):
             raise ConfigError(f"endpoint {endpoint!r} cannot be opened: {why}. Choose another one.")
+        router.setsockopt(zmq.IPV6, endpoint.startswith("tcp://["))
         router.bind(endpoint)
     except zmq.ZMQError as error:
         raise ConfigError(f"endpoint {endpoint!r} cannot be opened: {error}. Choose another one.") from None
@@ -194,6 +195,7 @@ def open_dealer(
     check_endpoint(endpoint, security)
     dealer = _limited(context, zmq.DEALER)
     secure(dealer, security)
+    dealer.setsockopt(zmq.IPV6, endpoint.startswith("tcp://["))
     dealer.setsockopt(zmq.ROUTING_ID, identity)
     dealer.setsockopt(zmq.SNDHWM, BULK_HWM)
     dealer.setsockopt(zmq.RCVHWM, CONTROL_HWM)

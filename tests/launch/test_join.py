@@ -58,7 +58,7 @@ def test_actors_join_leave_die_and_come_back_while_the_run_goes_on(flags: list[s
         ("localhost:5555", "tcp://127.0.0.1:5555"),
         ("tcp://localhost:5555", "tcp://127.0.0.1:5555"),
         ("10.0.0.5:5555", "tcp://10.0.0.5:5555"),
-        ("tcp://[::1]:5555", "--join tcp://[::1]:5555: [::1] has no IPv4 address"),
+        ("[::1]:5555", "tcp://[::1]:5555"),
         ("no such name:5555", "--join no such name:5555: no such name has no IPv4 address here"),
         ("ipc:///tmp/x", "ipc:///tmp/x"),
     ],

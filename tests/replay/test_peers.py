@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 
@@ -16,19 +16,22 @@ import pytest
 import zmq
 
 from asyncrl.config.sections import ReplaySettings
-from asyncrl.errors import ReplayError
+from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.launch.roles import open_run_replay
-from asyncrl.messaging.sockets import LINGER_MS, bind_router
+from asyncrl.messaging.sockets import LINGER_MS, bind_router, check_endpoint, why_taken
 from asyncrl.observability import metrics_system as m
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.connection import JoinSettings, ask_settings
 from asyncrl.replay.server import serve_replay
 from asyncrl.weights.interface import PULL
+from asyncrl.weights.publisher import BroadcastPublisher
 from asyncrl.weights.receiver import WeightReceiver
+from asyncrl.weights.weight_server import ServerSettings
 from support import child_environment
 from support.episodes import make_episode
 from support.replay import Clock, make_limiter, make_replay
 from support.replay_server import CONFIG, acquire, push_group, until
+from support.weights import channel_folder, policy, source
 
 SETTINGS = JoinSettings(config='{"long": "' + 10_000 * "x" + '"}', weights="tcp://10.0.0.5:5556")
 
@@ -103,14 +106,32 @@ def test_an_actor_that_leaves_hands_over_what_is_finished_and_gives_the_rest_bac
         other.leave(1.0)
 
 
+def test_replay_and_weights_take_ipv6_where_it_is_given(tmp_path: Path) -> None:
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("there is no IPv6")
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as probe:
+        endpoint = f"tcp://[::1]:{probe.getsockname()[1]}"
+        assert "Address already in use" in why_taken(endpoint)
+    with Run(tmp_path, endpoint), channel_folder() as folder:
+        assert ask_settings(endpoint, "far", None, 10.0) == SETTINGS
+        publisher = BroadcastPublisher(
+            "shared_memory", folder, settings=ServerSettings(listen="tcp://[::1]:0")
+        )
+        publisher.publish(source(0, elements=10), 0)
+        receiver = WeightReceiver(PULL, publisher.pull_endpoint, "far", policy(0, elements=10))
+        assert receiver.wait_for_first(20.0) == 0
+        receiver.close()
+        publisher.close()
+    with pytest.raises(ConfigError, match="can be reached from other hosts"):
+        check_endpoint("tcp://[fd00::5]:5")
+
+
 @pytest.mark.parametrize("kind", ["bye", "leave"])
 def test_a_goodbye_reaches_a_busy_peer(endpoint: str, kind: str) -> None:
     """One that takes nothing for longer than other messages wait at the end."""
-    if kind == "bye":
-        leave = partial(ZmqActorPort(endpoint, "far").leave, 0.0)
-    else:
-        leave = WeightReceiver(PULL, endpoint, "far", None).close
-    thread = Thread(target=leave)
+    actor, receiver = ZmqActorPort, WeightReceiver
+    leave = actor(endpoint, "a").leave if kind == "bye" else receiver(PULL, endpoint, "a", None).close
+    thread = Thread(target=leave, args=(0.0,) if kind == "bye" else ())
     thread.start()
     time.sleep(LINGER_MS / 1000 + 0.3)
     with zmq.Context() as context, bind_router(context, endpoint) as router:
