@@ -165,13 +165,20 @@ def test_a_run_whose_folder_is_gone_ends_with_one_sentence(tmp_path, how):
         child.poll()
 
 
-def test_a_replay_makes_the_folder_of_its_socket_again(tmp_path, monkeypatch):
+def test_a_folder_of_sockets_that_was_cleaned_away_is_made_again_and_followers_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(process_status, "_own_file", None)
+    process_status.publish_as(tmp_path, "learner-0")
     short = Path(tempfile.mkdtemp(dir="/tmp"))  # A socket's path has at most 107 bytes.
     monkeypatch.setenv("TMPDIR", str(short))
     monkeypatch.setattr("tempfile.tempdir", None)
     identity = RunIdentity(secret="5" * 64, attempt=1)
     with endpoints.opened(Hosts(), tmp_path, identity) as (folder, endpoint):
+        info = RunInfo(
+            run_dir=str(tmp_path), replay_endpoint=endpoint, weights_endpoint="", sockets=str(folder)
+        )
+        first_host = FirstHost(info, Job(rank=1, size=2, local_rank=1, local_size=2))
         shutil.rmtree(short)
+        assert not first_host.run_is_over()
         for _ in range(2):
             endpoints.restore_folder(folder, identity)
             assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -181,19 +188,8 @@ def test_a_replay_makes_the_folder_of_its_socket_again(tmp_path, monkeypatch):
         folder.chmod(0o755)
         with zmq.Context() as context, pytest.raises(ConfigError, match="other users can enter"):
             bind_router(context, endpoint)
-    shutil.rmtree(short, ignore_errors=True)
-
-
-def test_a_follower_goes_on_when_the_folder_of_the_sockets_is_cleaned_away(tmp_path, monkeypatch):
-    monkeypatch.setattr(process_status, "_own_file", None)
-    process_status.publish_as(tmp_path, "learner-0")
-    with endpoints.opened(Hosts(), tmp_path, RunIdentity(secret="5" * 64, attempt=1)) as (folder, endpoint):
-        where = {"run_dir": str(tmp_path), "replay_endpoint": endpoint, "weights_endpoint": ""}
-        info = RunInfo(**where, sockets=str(folder))
-        first_host = FirstHost(info, Job(rank=1, size=2, local_rank=1, local_size=2))
-        shutil.rmtree(folder)
-        assert not first_host.run_is_over()
     assert first_host.run_is_over()
+    shutil.rmtree(short, ignore_errors=True)
 
 
 def test_a_killed_child_is_reported_by_the_signals_name(tmp_path):
