@@ -168,16 +168,17 @@ def test_newcomers_that_take_no_part_do_not_keep_weights_from_the_others(
     receiver = WeightReceiver("shared_memory", publisher.endpoint, "actor-0", SMALL)
     assert receiver.wait_for_first(PATIENCE) == 0
     tensors = policy(0, elements=10)
-    for version in range(1, 30):
+    for version in range(1, 15):
         for name in (f"{version}-{number}" for number in range(4)):
             newcomer = Stranger(publisher.endpoint, name.encode())
             newcomer.tell(encode("newest", **MEMBER | {"name": name}))
             if kind == "leaves":
+                time.sleep(0.02)  # Not before it was noticed.
                 newcomer.tell(encode("leave", reason=""))
             newcomer.end(linger=1000)
         publisher.publish(source(version, elements=10), version)
         assert swap_until(receiver, tensors, version) == version
-    assert publisher._epoch <= 30, "most versions were sent in an epoch of one before"
+    assert publisher._epoch <= 30, "56 came, and 14 versions were sent"
     receiver.close()
 
 
