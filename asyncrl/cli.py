@@ -153,7 +153,7 @@ def leftover(error: Exception) -> tuple[str, int] | None:
         where = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else str(error.filename)
         return f"{where[:200]} cannot be used: {error.strerror}. Check the path. {how}", 2
     if isinstance(error, UnicodeError):
-        return f"a name or a file is not UTF-8 text ({what}). Write it anew. {how}", 2
+        return f"a name or a file is not UTF-8 text ({what}). Write it again. {how}", 2
     if isinstance(error, OverflowError):
         return f"a number is too large to compute with ({what}). Use a smaller one. {how}", 2
     if isinstance(error, RecursionError):

@@ -156,7 +156,7 @@ def _model(config: CheckConfig) -> Iterator[str]:
         world = named.load(device, imagination)
         if (world.image_size, world.action_spec) != (summary.image_size, summary.action_spec):
             raise ConfigError(
-                f"--world names {config.name}, whose check says {summary.image_size} pixels and "
+                f"--world names {config.name}, whose check reports {summary.image_size} pixels and "
                 f"{summary.action_spec}, but once loaded it has {world.image_size} and {world.action_spec}."
             )
         yield "load"

@@ -89,8 +89,8 @@ def _fit_policy(config: settings.FitPolicy) -> None:
 
     device, recordings = take_device(config.device, read_job().local_rank), _read(config)
     if config.refine and _fine_tunes_policy(config):
-        if told := fine_tune_policy(config, recordings, device, _redrawn(config, recordings, device)):
-            print(told, flush=True)
+        if message := fine_tune_policy(config, recordings, device, _redrawn(config, recordings, device)):
+            print(message, flush=True)
         return
     torch.manual_seed(config.seed)
     if config.refine:

@@ -84,7 +84,7 @@ class Bounded:
                     if not _NO_TEXT.isdisjoint(str(part)):
                         raise ConfigError(
                             f"--{flag} is {shown(ascii(part))}, which has a byte that is not UTF-8 text. "
-                            "Write it anew."
+                            "Write it again."
                         )
                 elif isinstance(part, int | float):
                     for bound in bounds[field.name] or (_ANY,):

@@ -23,7 +23,7 @@ class ActorSettings(Bounded, section="actor."):
     offload: bool = False
     """Keep the models in pinned host memory while there is nothing to imagine. No effect with --inline."""
     max_decisions: Annotated[
-        int, AtLeast(0, "an episode has a decision.", "Use 6, or 0 for what the world says.", highest=10_000)
+        int, AtLeast(0, "an episode has a decision.", "Use 6, or 0 for the world's own.", highest=10_000)
     ] = 0
     """Longest episode in decisions of 8 steps. 0: the world's own; 32 for a published folder, a simulator's
     horizon, else 6."""

@@ -119,7 +119,7 @@ class RunCheckpoints:
         if not due:
             return False
         version, held = max(due), self._folder / HELD
-        try:  # Held by links to its files, so that the run may delete it meanwhile.
+        try:  # Held by links to its files, so that the run may delete it at the same time.
             keep_copy(checkpoint.kept(self._run_dir)[version], held)
         except (FileNotFoundError, KeyError):  # Deleted since: a newer one is there.
             return False

@@ -134,7 +134,7 @@ class DataSet(ABC):
         """Note that no key tells successes, unless the settings do."""
         if self.settings.success != NONE and self.settings.solved == "key":
             self.note(
-                "nothing says when a task is solved: no such episode counts as solved (--dataset.success "
+                "no key marks when a task is solved: no such episode counts as solved (--dataset.success "
                 "KEY, or --dataset.solved end for demonstrations)"
             )
 

@@ -159,8 +159,8 @@ def _check_poses(recordings: Recordings) -> None:
     check_recordings(recordings, ACTION_DIM, named)
     if len(recordings.poses) != len(recordings.frames):
         raise ConfigError(
-            "--data has recordings without poses of the robot's hand, which a world of kind evac is told. "
-            "Collect all of them again in a simulator that says where its hand is, or fit another --kind."
+            "--data has recordings without poses of the robot's hand, which a world of kind evac needs. "
+            "Collect all of them again in a simulator that reports its hand's pose, or fit another --kind."
         )
 
 

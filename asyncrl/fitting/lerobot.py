@@ -112,7 +112,7 @@ class LeRobotFolder(DataSet):
             )
         if self._count not in (None, len(places)):
             raise ConfigError(
-                f"{self.path}: meta/episodes has {len(places)} episodes, {INFO} says {self._count}. {AGAIN}"
+                f"{self.path}: meta/episodes has {len(places)} episodes, {INFO} has {self._count}. {AGAIN}"
             )
         for key in videos:
             self._check_tiling(key, places)
@@ -152,7 +152,7 @@ class LeRobotFolder(DataSet):
                         if len(rows) != place.length:
                             raise ValueError(
                                 f"it has {len(rows)} rows of episode {place.number}, where meta/episodes "
-                                f"says {place.length}"
+                                f"has {place.length}"
                             )
                         episode = self._episode(place, table.take(rows), movies)
                     yield episode
@@ -338,7 +338,7 @@ def _pictures_in(table: Any, column: str, size: tuple[int, int]) -> Iterator[NDA
         value = row.as_py()
         packed = value.get("bytes") if isinstance(value, dict) else value
         if not isinstance(packed, bytes):
-            raise ValueError(f"{column} does not hold pictures: they may lie in files beside the table")
+            raise ValueError(f"{column} does not hold pictures: they may lie in files next to the table")
         yield decode_picture(packed, size)
 
 
@@ -349,7 +349,7 @@ class _Movie:
         self.path = path
         self._size, self._rate = size, rate
         with _reading(path):
-            # A handle instead of a name: what the file says can then lead to no other file.
+            # A handle instead of a name: the file's content can then lead to no other file.
             self._raw = io.FileIO(open_regular(path), "rb")
             try:
                 self._container: Any = av.open(self._raw, format="mp4")
@@ -382,7 +382,7 @@ class _Movie:
                     raise ValueError(f"it has no frame at {seconds:.3f} s, the next is at {self._at:.3f} s")
                 if (found := (self._frame.height, self._frame.width)) != self._size:
                     raise ValueError(
-                        f"its frames have {found[0]} x {found[1]} pixels, but meta/info.json says "
+                        f"its frames have {found[0]} x {found[1]} pixels, but meta/info.json has "
                         f"{self._size[0]} x {self._size[1]}"
                     )
                 picture = self._frame.to_ndarray(format="rgb24")

@@ -83,7 +83,7 @@ class Kept:
             if begun.get(name) != value:
                 raise ConfigError(
                     f"{self.folder} holds an unfinished fit with {name} {begun.get(name)}, not {value}. Use "
-                    "the settings that it was begun with, or delete the folder to begin anew."
+                    "the settings that it was begun with, or delete the folder to start over."
                 )
         return True
 
@@ -316,7 +316,7 @@ class _State:
         except (CheckpointError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"The unfinished fit in {folder} cannot be read ({first_line(error)}). Delete "
-                f"{folder.parent} to begin anew."
+                f"{folder.parent} to start over."
             ) from error
 
     def _write(self) -> None:  # A collective of all ranks.

@@ -259,11 +259,11 @@ class LiberoFile(RobomimicFile):
             flip="none" if upright else "vertical",
             success="rewards" if "rewards" in demo else "dones",
         )
-        told = parse_json(str(data.attrs["problem_info"]).encode())["language_instruction"]
+        language = parse_json(str(data.attrs["problem_info"]).encode())["language_instruction"]
         stem = self.path.stem  # It has the simulator's wording where it is named as published.
         named = instruction(stem.removesuffix("_demo")) if stem.endswith("_demo") else ""
-        told = "".join(told).strip('" ') if isinstance(told, str | list) else told
-        self.instruction = check_instruction(named or told, str(self.path))
+        language = "".join(language).strip('" ') if isinstance(language, str | list) else language
+        self.instruction = check_instruction(named or language, str(self.path))
 
     def _start(self, file: h5py.File, name: str) -> SimStart:
         return SimStart(
@@ -326,7 +326,7 @@ def _suite_of(files: Sequence[LiberoFile], simulator: str) -> str:
     if len(folders) == 1 and (folder := folders.pop()).startswith("libero_") and folder not in SUITES:
         return folder
     raise ConfigError(
-        f"The suite of these demonstrations cannot be told from their tasks ({sorted(tasks)[0]!r}, ...) and "
+        f"The suite of these demonstrations does not follow from their tasks ({sorted(tasks)[0]!r}, ...) and "
         "folders. Import one suite at a time, or say it with --simulator libero_90."
     )
 

@@ -79,7 +79,7 @@ def load_recordings(paths: Iterable[Path], settings: DataSetSettings = AS_STORED
     if settings != AS_STORED and all(isinstance(source, RecordingFile) for source in sources):
         raise ConfigError(
             f"--dataset settings are about data sets of LeRobot and robomimic, but {sources[0].path} is a "
-            "recording of our own, which is read as it is. Leave them out, or record it anew."
+            "recording of our own, which is read as it is. Leave them out, or record it again."
         )
     check_alike(sources)
     looks = sources[0].looks

@@ -196,7 +196,7 @@ class ChildProcesses:
         self._report_failure = report_failure
         self.failure: RunError | None = None
         self._supervisors: list[Supervisor] = []
-        self._respawns_told: dict[str, int] = {}
+        self._respawns_reported: dict[str, int] = {}
         self._requests = queue.SimpleQueue[tuple[Callable[[], Supervisor], Future[None]]]()
         self._ending = self._reported = False
         self._polling = threading.Lock()  # Never held while waiting for a child.
@@ -219,8 +219,8 @@ class ChildProcesses:
                 self._reported = True
                 self._report_failure(str(self.failure))
         for child in list(self._supervisors):
-            if child.respawns > self._respawns_told.get(child.name, 0):
-                self._respawns_told[child.name] = child.respawns
+            if child.respawns > self._respawns_reported.get(child.name, 0):
+                self._respawns_reported[child.name] = child.respawns
                 self._tell(f"{child.name} died and came back (respawn {child.respawns}); see its log")
         for line in self._news():
             self._tell(line)

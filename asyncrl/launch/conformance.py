@@ -156,7 +156,7 @@ def _siblings(trial: Trial) -> None:
     actions, seeds = trial.actions(1).expand(2, -1, -1), SEEDS[:1] * 2
     frames, _ = trial.imagine(state, actions, seeds)
     trial.alike(frames[0], frames[1], "start", "between two slots that begin alike")
-    trial.alike(frames[:1], trial.first[0][:1], "start", "when another slot begins beside it")
+    trial.alike(frames[:1], trial.first[0][:1], "start", "when another slot begins next to it")
     state.write_rows([0], trial.start(trial.two[1:]))
     again, _ = trial.imagine(state, actions, seeds)
     trial.alike(again[1], frames[1], "start", "in a slot whose sibling was written over")
@@ -188,8 +188,8 @@ def _put_back(trial: Trial) -> None:
     found, _ = trial.imagine(replaced.write_rows([0], saved))
     trial.alike(found, expected, "write_rows", "once a row is put back", 0)
     frames, _ = trial.imagine(replaced.write_rows([0], trial.opened.select([0])))
-    trial.alike(frames[:1], trial.first[0][:1], "imagine", "beside an older episode")
-    trial.alike(frames[1:], expected[1:], "imagine", "beside a younger episode")
+    trial.alike(frames[:1], trial.first[0][:1], "imagine", "next to an older episode")
+    trial.alike(frames[1:], expected[1:], "imagine", "next to a younger episode")
 
 
 def _parked(trial: Trial) -> None:
@@ -211,9 +211,9 @@ def _not_finite(trial: Trial) -> None:
         frames, state = trial.imagine(state, given, poisoned=True)
         found = state.finite.tolist()
         require(found == [False, True], "imagine()[1].finite", found, "[False, True] after NaN in row 0")
-        trial.alike(frames[1:], expected[1:], "imagine", "beside a row of NaN")
+        trial.alike(frames[1:], expected[1:], "imagine", "next to a row of NaN")
     found = state.write_rows([0], trial.opened.select([0])).finite.tolist()
-    require(found == [True, True], "write_rows().finite", found, "True for a row that was written anew")
+    require(found == [True, True], "write_rows().finite", found, "True for a row that was written again")
 
 
 _ALL = (_seeds, _neighbours, _siblings, _actions, _put_back, _parked, _not_finite)

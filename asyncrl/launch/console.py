@@ -375,8 +375,8 @@ def opened_log(config: TrainConfig, start: LearnerStart) -> Iterator[MetricsLogg
             version=start.version,
             tell=log.banner,
         )
-        told = _tell_nothing_learned(config.algorithm, log.banner)
-        log.readers += [sent.note, told]
+        nothing_learned = _tell_nothing_learned(config.algorithm, log.banner)
+        log.readers += [sent.note, nothing_learned]
         if config.monitor.listen:
             from asyncrl.observability import monitor
 

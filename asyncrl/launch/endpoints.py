@@ -67,7 +67,7 @@ def check(config: TrainConfig, placement: Placement, hosts: Hosts, job: Job) -> 
             )
     if not placement.actors and len(server.allowed) == 1:
         raise ConfigError(
-            f"--placement names no actor, and {config.replay.keys}/clients admits nobody but the learner, "
+            f"--placement names no actor, and {config.replay.keys}/clients admits the learner alone, "
             f"so no actor could join. Make a key: asyncrl keys {config.replay.keys} --clients learner far"
         )
 

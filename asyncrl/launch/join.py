@@ -148,8 +148,8 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
     from asyncrl.weights.receiver import WeightReceiver
 
     device = take_device(settings.device)
-    told = ask_settings(settings.join, name, keys, ANSWER_DEADLINE)
-    config = _settings_here(settings, told)
+    offer = ask_settings(settings.join, name, keys, ANSWER_DEADLINE)
+    config = _settings_here(settings, offer)
     torch.set_num_threads(settings.threads or threads_of_actor(1, len(os.sched_getaffinity(0))))
     if config.imagination.compile or config.learner.compile:
         use_compiler_cache(device)
@@ -158,21 +158,21 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
         backend, starts = open_backend(config, policy)
         closing.callback(backend.close)
         timeout, tensors = config.weights.timeout, policy.acting_tensors()
-        receiver = WeightReceiver(PULL, told.weights, name, tensors, "cpu", timeout, keys, told.identity)
+        receiver = WeightReceiver(PULL, offer.weights, name, tensors, "cpu", timeout, keys, offer.identity)
         closing.callback(receiver.close)
         version = receiver.wait_for_first(config.startup_timeout)
         print(f"{name}: joined {settings.join} at version {version}, {device}", flush=True)
         window = WINDOW + config.actor.slots
-        port = ZmqActorPort(settings.join, name, window=window, security=keys, identity=told.identity)
+        port = ZmqActorPort(settings.join, name, window=window, security=keys, identity=offer.identity)
         actor = build_actor(config, name, backend, starts, port, receiver)
         closing.pop_all()  # It worked: who leaves closes them.
     return _Joined(actor, port, receiver)
 
 
-def _settings_here(settings: JoinOptions, told: JoinSettings) -> TrainConfig:
+def _settings_here(settings: JoinOptions, offer: JoinSettings) -> TrainConfig:
     from asyncrl.launch.named_models import refuse_foreign_code
 
-    config: TrainConfig = overlay(TrainConfig(), json.loads(told.config), "the run's settings")
+    config: TrainConfig = overlay(TrainConfig(), json.loads(offer.config), "the run's settings")
     here = {name: path for name in (*MODELS, "start_states") if (path := getattr(settings, name))}
     config, own = (replace(each, **here) for each in (config, TrainConfig()))
     refuse_foreign_code(config, own, "the run that is joined", MODELS)

@@ -226,9 +226,9 @@ def copies_of(config: TrainConfig, placement: Placement, hosts: Hosts) -> int:
     if config.learner.shard == "all" or len(counts) == 1:
         return 1
     if len(set(counts.values())) > 1:
-        told = ", ".join(f"{count} on {hosts.names[number]}" for number, count in sorted(counts.items()))
+        by_host = ", ".join(f"{count} on {hosts.names[number]}" for number, count in sorted(counts.items()))
         raise ConfigError(
-            f"--learner.shard is host, but --placement names different numbers of learner ranks ({told}), "
+            f"--learner.shard is host, but --placement names different numbers of learner ranks ({by_host}), "
             "and each of a host has the same part as one of every other. Name as many on each, or use "
             "--learner.shard all."
         )
@@ -257,7 +257,7 @@ def _check_roles(ranks: dict[str, list[int]], joined: bool) -> None:
         raise ConfigError(f"--placement names no learner, but a run needs one. {EXAMPLE}")
     if not (ranks["actor"] or joined):
         raise ConfigError(
-            "--placement names no actor, and without --replay.listen nobody knows where to join the run. Set "
+            "--placement names no actor, and without --replay.listen no actor can join the run. Set "
             f"--replay.listen tcp://ADDRESS:PORT and start actors with `asyncrl actor --join`. {EXAMPLE}"
         )
 

@@ -152,7 +152,7 @@ def check_simulator(config: TrainConfig) -> SimulatorFiles:
 
 _IDLE_IN_SIMULATORS: Final = (
     ("there is no world model that imagines", ("imagination",)),
-    ("a simulator says itself what succeeds", ("reward", "reward-settings", "guard.kind")),
+    ("a simulator decides itself what succeeds", ("reward", "reward-settings", "guard.kind")),
     ("its starts are its own (--simulator.starts)", ("start-states", "keyframes")),
     ("there is no reward model whose scores are read", ("actor.success-threshold", "actor.success-frames")),
 )

@@ -139,7 +139,7 @@ class Learner:
         except BaseException as error:
             self._save_alone()
             if self._failure is not None:
-                raise self._failure from error  # It came first; the other ranks could not be told.
+                raise self._failure from error  # It came first; the other ranks could not be informed.
             raise
         process_status.set_activity("ending the run")
         if self._failure is not None:

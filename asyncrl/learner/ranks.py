@@ -226,7 +226,7 @@ def fetch_shard(
     if ShardState.FAILED in states:
         elsewhere = RunError(
             f"Learner rank {states.index(ShardState.FAILED)} of {ranks.size} did not get its part of a "
-            "batch. Its output says why."
+            "batch. Its output has the reason."
         )
         return failure or elsewhere
     return None if ShardState.LOST in states else groups

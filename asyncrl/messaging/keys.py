@@ -55,7 +55,7 @@ class ServerKeys:
                 if read_key(path) == key:
                     return True
             except ConfigError as error:
-                _LOG.warning("this entry of the allow-list admits nobody: %s", error)
+                _LOG.warning("this entry of the allow-list admits no client: %s", error)
         return False
 
 
@@ -97,13 +97,13 @@ def load_server_keys(folder: Path) -> ServerKeys:
     public = read_key(folder / f"{_SERVER}.public")
     if zmq.curve_public(secret) != public:
         raise ConfigError(
-            f"{folder / 'server.public'} does not belong to server.secret beside it, so no client would find "
-            "this server. Make new keys in an empty folder: asyncrl keys DIR"
+            f"{folder / 'server.public'} does not belong to server.secret next to it, so no client "
+            "would find this server. Make new keys in an empty folder: asyncrl keys DIR"
         )
     allowed = frozenset(read_key(path) for path in sorted((folder / ALLOWED).glob("*.public")))
     if not allowed:
         raise ConfigError(
-            f"{folder / ALLOWED} holds no public keys, so nobody would be admitted. "
+            f"{folder / ALLOWED} holds no public keys, so no client would be admitted. "
             f"Make some: asyncrl keys {folder} --clients learner actor-0"
         )
     return ServerKeys(public=public, secret=secret, allowed=allowed, folder=folder / ALLOWED)
@@ -189,7 +189,7 @@ def secure(socket: zmq.Socket[bytes], security: Security | None) -> None:
     if isinstance(security, ServerKeys):
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN.encode())
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # Without the authenticator nobody gets in.
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # Without the authenticator no client gets in.
     else:
         socket.setsockopt(zmq.CURVE_SERVERKEY, security.server)
 

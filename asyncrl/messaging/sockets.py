@@ -102,8 +102,8 @@ def _check_tcp(
         )
     if isinstance(security, ServerKeys) and not security.allowed:
         raise ConfigError(
-            f"endpoint {endpoint!r} has a server key, but its allow-list of client keys is empty, so nobody "
-            "would be admitted. Make client keys: asyncrl keys DIR --clients learner actor-0"
+            f"endpoint {endpoint!r} has a server key, but its allow-list of client keys is empty, so no "
+            "client would be admitted. Make client keys: asyncrl keys DIR --clients learner actor-0"
         )
     if address is None or address.is_unspecified or address.is_multicast:
         raise ConfigError(

@@ -89,9 +89,9 @@ class BackgroundFile:
 
     def _on_failure(self, reason: str) -> None:
         with self._changed:
-            told, self._late = self._late, True
+            reported, self._late = self._late, True
             self._changed.notify_all()
-        if not told:
+        if not reported:
             self._tell(
                 f"{self._what} are late: {self._path} cannot be written ({reason}). The run goes on; up to "
                 f"{self._limit >> 20} MiB of them wait in memory, and later ones are lost"

@@ -159,7 +159,7 @@ ACTOR_POLICY, ACTOR_WORLD, ACTOR_REWARD = (
             "Usually the largest. Far below 1 together with policy and reward although the actors do not "
             "wait: the host is the bottleneck, use --actor.pipeline-stages 2 or more --actor.slots.",
         ),
-        ("reward", "reward model", "Small beside the world's."),
+        ("reward", "reward model", "Small compared with the world's."),
     )
 )
 ACTOR_SIMULATORS = define("""time/actor_simulators, mean, share: Share of the actors' time in which they

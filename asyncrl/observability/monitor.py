@@ -76,8 +76,8 @@ def line_about(text: str) -> str:
     if host in ("localhost", "::1") or host.startswith("127."):
         return where
     return (
-        f"{where}\n--monitor.listen is beyond loopback: whoever reaches it reads, without a key, the run's "
-        "name, its metrics and which processes live. Nothing else, and nothing can be changed there"
+        f"{where}\n--monitor.listen is beyond loopback: anyone who reaches it reads, without a key, the "
+        "run's name, its metrics and which processes live. Nothing else, and nothing can be changed there"
     )
 
 

@@ -29,15 +29,15 @@ class StopFlag:
     """Set by SIGINT, SIGTERM or SIGHUP (a lost terminal); later ones change nothing."""
 
     def __init__(self) -> None:
-        self.requested, self._told = False, False
+        self.requested, self._reported = False, False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
 
     def pop_events(self) -> list[str]:
         """Return the user's message once, after the first signal."""
-        told, self._told = self._told, self.requested
-        return ["stopping: what was learned is saved first"] if self.requested and not told else []
+        reported, self._reported = self._reported, self.requested
+        return ["stopping: what was learned is saved first"] if self.requested and not reported else []
 
     @contextmanager
     def listening(self) -> Iterator[StopFlag]:

@@ -96,11 +96,11 @@ CHECKPOINT = _define("""checkpoint | waiting for a checkpoint to be written | le
 READY = _define("""ready | waiting for the members' answer to an offer | learner's publisher | 2 | the
     members; the death of one | who did not answer is left behind and may register again""")
 FORMING = _define("""forming | forming the weight group | learner's publisher | --weights.timeout | all
-    members; the death of one; a new registration | the group is given up and formed anew""")
+    members; the death of one; a new registration | the group is given up and formed again""")
 BROADCAST = _define("""broadcast | broadcasting weights | learner's publisher | --weights.timeout | the
-    transport; the death of a member | the group is given up and formed anew with those that answer""")
+    transport; the death of a member | the group is given up and formed again with those that answer""")
 RECEIPTS = _define("""receipts | waiting for the members' receipts | learner's publisher | --weights.timeout |
-    the members; the death of one | the group is given up and formed anew with those that answer""")
+    the members; the death of one | the group is given up and formed again with those that answer""")
 FIRST_WEIGHTS = _define("""first_weights | waiting for the first weights | actor | --startup-timeout | the
     learner's first version, or its end | the actor ends with an error and is respawned""")
 JOINING = _define("""joining | forming the weight group | actor's receiver | --weights.timeout | all members;

@@ -106,7 +106,7 @@ def _outcome(episode: Episode, expected: Expected) -> str | None:
 
 def _texts(episode: Episode, expected: Expected) -> str | None:
     if expected.actor not in (None, episode.actor):
-        return f"it says that {episode.actor[:60]!r} imagined it, but {expected.actor!s:.60} sent it"
+        return f"its actor is {episode.actor[:60]!r}, but {expected.actor!s:.60} sent it"
     try:
         scalars_of(episode)
     except WireError as error:
@@ -153,7 +153,7 @@ def _played(episode: Episode, expected: Expected) -> str | None:
     simulator, found = expected.format.simulator, optional_of(episode)
     imagined = expected.format.image_size and simulator is None
     if imagined and episode.steps_taken != UNKNOWN_LENGTH:
-        return "it says how many steps were taken, as of a simulator, but this run has a world model"
+        return "it has a number of steps, as of a simulator, but this run has a world model"
     if simulator is None:
         return None
     if episode.steps_taken == UNKNOWN_LENGTH:

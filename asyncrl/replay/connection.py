@@ -67,7 +67,7 @@ class Connection:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._socket = open_dealer(self._context, endpoint, f"{role}-{self.session}".encode(), security)
-            # A private ipc folder admits nobody else, and has no handshake.
+            # A private ipc folder admits no other user, and has no handshake.
             self._handshakes = Handshakes(self._socket, endpoint) if endpoint.startswith("tcp") else None
             self._socket.connect(endpoint)
         except BaseException:

@@ -118,7 +118,7 @@ class EpisodeStore:
             try:
                 group_file = read_group_file(path)
                 if path.name != file_name(group_file.number):
-                    raise damaged(path, f"it says that it is group {group_file.number}")
+                    raise damaged(path, f"its header names group {group_file.number}")
                 self.enter(group_file)
             except OutOfFiles:
                 raise

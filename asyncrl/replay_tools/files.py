@@ -69,7 +69,7 @@ def check_files(folder: Path) -> tuple[list[str], dict[int, GroupFile]]:
 def problem_with_group(group_file: GroupFile, episodes: Sequence[Episode]) -> str | None:
     """Return the problem of a readable group, or None if it is sound."""
     if group_file.path.name != file_name(group_file.number):
-        return f"it says that it is group {group_file.number}"
+        return f"its header names group {group_file.number}"
     members, size = [episode.member for episode in episodes], group_file.group_size
     if members != list(range(size)):
         return f"its members are {members}, expected 0 to {size - 1}"
@@ -86,11 +86,11 @@ def check_ledger(outcomes: GroupOutcomes, group_files: dict[int, GroupFile]) -> 
         if number not in outcomes.granted:
             yield f"{name}: the ledger never granted group {number}"
         if isinstance(event, Dropped) and event.status == "dropped_resume" and group_file.path.exists():
-            yield f"{name}: the ledger says that a resume deleted it"  # Perhaps it just did, above.
+            yield f"{name}: a resume deleted it, by the ledger"  # Perhaps it just did, above.
         if isinstance(event, Used) and event.version < (newest := group_file.newest_version):
             yield f"{name}: used at version {event.version}, but it holds a decision of version {newest}"
     for number in sorted(outcomes.again - group_files.keys()):
-        yield f"{file_name(number)}: the ledger says that it waits to be used again, but it cannot be read"
+        yield f"{file_name(number)}: by the ledger it waits to be used again, but it cannot be read"
     for number in sorted(outcomes.needless() - outcomes.granted - group_files.keys()):
         yield f"ledger.log: group {number} was used or filtered, but never granted"
 

@@ -57,7 +57,7 @@ class Sheet(EpisodeSelection):
         rows = list(self.rows())
         if not rows:
             raise ConfigError(
-                f"{self.path} holds no episode that fits. `asyncrl replay stats` says what it has."
+                f"{self.path} holds no episode that fits. `asyncrl replay stats` counts what it has."
             )
         columns, heads = [], []
         for name, success, count in (("successes", True, self.successes), ("failures", False, self.failures)):
@@ -84,14 +84,14 @@ def spread(rows: Sequence[StoredEpisode], count: int) -> list[StoredEpisode]:
 def tile(row: StoredEpisode, episode: Episode) -> Image.Image:
     """Draw one episode: four pictures in a row, each with its step and score, and two lines below them."""
     chunk, last = episode.rewards.shape[1], len(episode.frames) - 1
-    told = [
+    shown = [
         ("start", episode.frames[0]),
         (f"step {last // 2 * chunk}", episode.frames[last // 2]),
         (f"step {last * chunk}", episode.frames[last]),
         last_picture(episode),
     ]
     pictures = [
-        media.captioned(media.enlarged(frame, TILE_WIDTH), [text], edge=media.PAPER) for text, frame in told
+        media.captioned(media.enlarged(frame, TILE_WIDTH), [text], edge=media.PAPER) for text, frame in shown
     ]
     outcome = (
         f"success in step {episode.steps}" if episode.success else f"no success in {episode.steps} steps"

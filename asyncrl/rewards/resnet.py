@@ -284,7 +284,7 @@ def open_reward(folder: Path, tasks: Collection[str] = ()) -> dict[str, RewardFi
         if not one.config.tasks:
             raise CheckpointError(
                 f"{one.weights.label} lacks task_embedding.weight: it is no network of {group}, whose tasks "
-                "are told by their numbers. Download it again."
+                "are distinguished by their numbers. Download it again."
             )
     return files
 
@@ -339,7 +339,7 @@ def _find_published(folder: Path) -> TensorFiles:
     raise CheckpointError(
         f"{folder} holds no readable reward model (looked for reward.json, {', '.join(PUBLISHED)}, "
         "another *.pth with the tensors of one, and group_1 to group_6). Fit one with "
-        "`asyncrl fit reward`, download it beside the world, or set another --world."
+        "`asyncrl fit reward`, download it next to the world, or set another --world."
     )
 
 

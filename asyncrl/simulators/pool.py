@@ -143,7 +143,7 @@ class _WorkerProcess:
         self.process.join(timeout=5)
         return RunError(
             f"The {self.name} died with exit code {self.process.exitcode} (negative: killed by signal). Its "
-            "own output above says why; signal 9 often means a lack of memory."
+            "own output above has the reason; signal 9 often means a lack of memory."
         )
 
     def close(self, patience: float = 5.0) -> None:

@@ -167,8 +167,8 @@ class Worker:
         states = check_array(seen.states, (rows, spec.state_dim), f"state of {spec.name}")
         if (seen.poses is not None) != spec.poses:
             raise ConfigError(
-                f"{spec.name} shows {'no poses' if seen.poses is None else 'poses'}, but its spec says poses="
-                f"{spec.poses}. Let both say the same."
+                f"{spec.name} shows {'no poses' if seen.poses is None else 'poses'}, but its spec has poses="
+                f"{spec.poses}. Let both agree."
             )
         pose = np.zeros(0) if seen.poses is None else seen.poses[row].copy()
         return np.array(seen.images[row]), states[row].copy(), pose

@@ -257,7 +257,7 @@ class VectorEnvSimulator:
             last = _row_of(infos, "final_obs", row)
             if last is None:
                 raise RunError(
-                    f"{self.spec.name} says autoreset_mode SAME_STEP, but info['final_obs'] does not have "
+                    f"{self.spec.name} has autoreset_mode SAME_STEP, but info['final_obs'] does not have "
                     f"what the episode in place {row} ended with. Use NEXT_STEP or DISABLED."
                 )
             self._images[row] = self._picture(last)
@@ -281,7 +281,7 @@ def _array(values: Any) -> NDArray[Any]:
 
 
 def _row_of(infos: Mapping[str, Any], key: str, row: int, absent: Any = None) -> Any:
-    # Beside a key there may be a mask of places that have a value, ``_key``.
+    # Next to a key there may be a mask of places that have a value, ``_key``.
     if key not in infos or not bool(_array(infos.get(f"_{key}", np.ones(row + 1, np.bool_)))[row]):
         return absent
     values = infos[key]

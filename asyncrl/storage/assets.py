@@ -75,15 +75,15 @@ def simulator_named(text: str) -> str:
 
 def start_states_path(name: str, world: str) -> Path:
     """Find start states: a shipped name, a file or a folder; by default those in the world's ``dataset``."""
-    beside = Path(world) / "dataset"
+    own = Path(world) / "dataset"
     if name == DEFAULT and _named(world, "world"):
         name = world if _named(world, START_STATES) else name
     elif name == DEFAULT:
-        if beside.is_dir():
-            return beside
+        if own.is_dir():
+            return own
         if not (Path(world) / "world.json").is_file():
             raise CheckpointError(
-                f"--world {world} brings no start states: {beside.absolute()} is not a folder. Put the "
+                f"--world {world} brings no start states: {own.absolute()} is not a folder. Put the "
                 "traj*.npy there, or say where episodes begin: --start-states FOLDER_OR_FILE."
             )
     for candidate in (*_named(name, START_STATES), Path(name)):

@@ -142,7 +142,7 @@ def _open_all(path: Path) -> Iterator[tuple[str, _Stored]]:
         if not isinstance(weight_map, dict) or not all(
             isinstance(file, str) and Path(file).name == file for file in weight_map.values()
         ):
-            raise CheckpointError(f"{index} has no weight_map of tensors to files beside it. Copy it again.")
+            raise CheckpointError(f"{index} has no weight_map of tensors to files next to it. Copy it again.")
         for name in sorted(set(weight_map.values())):
             found = open_safetensors(path / name)
             here = {tensor for tensor, file_name in weight_map.items() if file_name == name}

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 IDLE_SECONDS = 0.1  # Longest wait for messages and versions
 PACKING_POLL_SECONDS = 0.0005  # Seconds between two polls of the device's packing
 READY_SECONDS = 2.0  # Longest wait for the members' answer to group
-SERVED: Final = 2  # Making the group anew lets newcomers wait so many times as long: the others are served
+SERVED: Final = 2  # Making the group again lets newcomers wait so many times as long: the others are served
 _log = logging.getLogger(__name__)
 
 
@@ -328,4 +328,4 @@ def _serve_stores(address: str) -> tuple[TCPStore, str]:
 
 
 def _names(members: Iterable[Subscriber]) -> str:
-    return ", ".join(member.name for member in members) or "nobody"
+    return ", ".join(member.name for member in members) or "no member"

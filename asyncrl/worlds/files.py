@@ -357,7 +357,7 @@ def read_about(folder: Path, kind: str, *, published: bool) -> dict[str, Any]:
     content = read_json(path)
     if content.get("format") == _OLD_FORMAT:
         raise CheckpointError(
-            f"{path} has the format of an earlier version, {_OLD_FORMAT!r}. Write it anew: "
+            f"{path} has the format of an earlier version, {_OLD_FORMAT!r}. Write it again: "
             f"asyncrl convert {folder} NEW_FOLDER"
         )
     if content.get("format") != FORMAT or content.get("kind") != kind:

@@ -185,7 +185,7 @@ class _Unpickler(_Python):
         match target, state:
             # (version, byte order, sub-array, field names, fields, ...)
             case np.dtype(), (3 | 4, "|" | "<", None, None, None, *_):
-                pass  # It says what the code says; a type of numpy's is shared by the whole process.
+                pass  # It repeats the code; a type of numpy's is shared by the whole process.
             case np.ndarray(shape=(0,)), (1, tuple() as shape, np.dtype() as dtype, bool(), content) if (
                 isinstance(content, list if dtype.hasobject else bytes)
                 and all(type(size) is int and size >= 0 for size in shape)

@@ -41,7 +41,7 @@ class TensorState:
                     )
                 if tensor.shape[:1] != self.finite.shape:
                     raise ValueError(
-                        f"{type(self).__name__}.{name} has shape {list(tensor.shape)}, but finite says that "
+                        f"{type(self).__name__}.{name} has shape {list(tensor.shape)}, but by `finite` "
                         f"there are {len(self)} slots, which come first"
                     )
 

@@ -342,7 +342,7 @@ def _rewrite(path: Path, column: str, values: list[object]) -> None:
                 ("episode_index", [2] * 13 + [3], "it has episode 3, which meta/episodes lacks"),
             )
         ),
-        (lambda folder: _edit(folder, total_episodes=4), "has 3 episodes, meta/info.json says 4"),
+        (lambda folder: _edit(folder, total_episodes=4), "has 3 episodes, meta/info.json has 4"),
         *(
             (lambda f, rows=rows: _rewrite(f / "data/chunk-000/file-001.parquet", "action", rows), said)
             for rows, said in (
@@ -369,7 +369,7 @@ def _rewrite(path: Path, column: str, values: list[object]) -> None:
         (_turn(n0="ffff0000"), "to be turned or mirrored"),
         (_turn(n4="ffff0000"), "to be turned or mirrored"),
         (_two_movies, "it has 2 movies, expected 1"),
-        (_swap, "it has 0 rows of episode 0, where meta/episodes says 12"),
+        (_swap, "it has 0 rows of episode 0, where meta/episodes has 12"),
         (_pipe, "it is a named pipe"),
         (lambda folder: (folder / "videos" / TOP / "chunk-000/file-001.mp4").unlink(), "cannot be read"),
     ],

@@ -126,7 +126,7 @@ def test_a_demonstration_that_alone_says_nothing_of_success_is_told(tmp_path, ep
         del file["data/demo_10/rewards"]
         file["data/demo_10/rewards"] = np.linspace(0, 1, len(file["data/demo_10/actions"]))
     assert not load_recordings([path]).solved()[1]
-    assert "nothing says when a task is solved: no such episode counts as solved" in caplog.text
+    assert "no key marks when a task is solved: no such episode counts as solved" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -167,10 +167,10 @@ def test_verify_passes_a_sound_replay_and_names_a_damaged_file(run_dir: Path, ca
             "used at version 1, but it holds a decision of version 2",
         ),
         ([{"used": [7], "request": "", "version": 9}], "group 7 was used or filtered, but never granted"),
-        ([{"ready": 5}], "group-00000005.h5: the ledger says that it waits to be used again"),
+        ([{"ready": 5}], "group-00000005.h5: by the ledger it waits to be used again"),
         (
             [{"dropped": 2, "status": "dropped_resume", "episodes": 2, "stored": True}],
-            "group-00000002.h5: the ledger says that a resume deleted it",
+            "group-00000002.h5: a resume deleted it, by the ledger",
         ),
     ],
 )
@@ -194,7 +194,7 @@ def test_verify_finds_what_lies_in_the_wrong_place(run_dir: Path, capsys: pytest
     )
     assert run_inspection(["verify", str(run_dir)]) == 1
     said = capsys.readouterr().out
-    assert "group-00000008.h5: it says that it is group 0" in said
+    assert "group-00000008.h5: its header names group 0" in said
     assert "line 1 is damaged" in said
     assert "group-00000002.h5: the ledger never granted group 2" in said
 

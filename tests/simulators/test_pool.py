@@ -235,7 +235,7 @@ def test_a_simulator_whose_spec_promises_poses_must_show_them(monkeypatch: pytes
     monkeypatch.setattr(type(simulator), "look", lambda self, places: Seen(*_blank(len(places))))
     simulator.spec = replace(simulator.spec, poses=True)
     worker = Worker(simulator)
-    with pytest.raises(ConfigError, match="counting shows no poses, but its spec says poses=True"):
+    with pytest.raises(ConfigError, match="counting shows no poses, but its spec has poses=True"):
         worker.take(
             [{"do": "reset", "place": 0, "start": asdict(random_start(simulator.spec, 1)), "expert": None}]
         )

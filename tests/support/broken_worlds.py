@@ -206,8 +206,8 @@ BROKEN: Mapping[str, tuple[Callable[[], SoundWorld], str, str]] = {
     "is a step late": (acted(late), "actions", "blind to action 7"),
     "hands out its own memory": (with_state(Shared), "put back", "once its copy is written over"),
     "rounds what is saved": (with_state(Lossy), "put back", "off once a row is put back"),
-    "does not write all of a row": (with_state(Unwritten), "put back", "beside an older episode"),
-    "has one age for all": (OneAge, "put back", "beside an older episode"),
+    "does not write all of a row": (with_state(Unwritten), "put back", "next to an older episode"),
+    "has one age for all": (OneAge, "put back", "next to an older episode"),
     "forgets weights that move": (Stale, "parked", "after its weights were parked and back"),
     "takes NaN for nothing": (
         acted(torch.nan_to_num),

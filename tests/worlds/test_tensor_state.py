@@ -84,7 +84,7 @@ def test_a_state_made_in_inference_mode_can_be_written_and_written_from() -> Non
 
 def test_fields_that_are_no_rows_are_refused_by_name() -> None:
     state = memory(3)
-    with pytest.raises(ValueError, match=r"Memory\.ages has shape \[2\], but finite says that there are 3"):
+    with pytest.raises(ValueError, match=r"Memory\.ages has shape \[2\], but by `finite` there are 3"):
         replace(state, ages=state.ages[:2])
     with pytest.raises(ValueError, match=r"Memory\.cache has shape \[\]"):
         replace(state, cache=[torch.tensor(1.0)])

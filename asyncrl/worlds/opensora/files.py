@@ -35,7 +35,7 @@ VAE_FILE: Final = "diffusion_pytorch_model.safetensors"
 IMAGE_SIZE: Final = 256
 STEPS: Final = 10  # Network calls per decision, as published.
 STATISTICS: Final = "dataset_statistics.json"
-_PUBLISHED: Final = "Copy the one that was published beside the weights."
+_PUBLISHED: Final = "Copy the one that was published with the weights."
 _OWN: Final = (
     "spatial_blocks.",
     "temporal_blocks.",
@@ -177,7 +177,7 @@ def recognise_vae(folder: Path, about: Mapping[str, Any]) -> tuple[TensorFiles, 
     if not inside.is_dir():
         raise CheckpointError(
             f"{folder} holds a transformer of an OpenSora world and no autoencoder: {inside} is missing. "
-            "Download it beside the transformer."
+            "Download it next to the transformer."
         )
     files = TensorFiles(_vae_file(inside)).renamed(_today)
     content = read_json(inside / "config.json", "Download it again.")

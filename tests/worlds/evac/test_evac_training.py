@@ -57,7 +57,7 @@ def slow_loss(unet: EvacUNet, given: dict[str, Tensor], draws: Draws) -> Tensor:
             noisy = mixed(given["new_BCZhw"][b, c], t, draws.noise[b, c])
             told = [seen[-1], torch.zeros(1, 4, 4), given["maps_BCZhw"][b, c], given["rays_6hw"]]
             frames.append(torch.cat([noisy, *told]))
-        share = float(draws.told[b])
+        share = float(draws.conditioned[b])
         predicted = unet(
             torch.stack(frames, 1)[None],
             torch.tensor([[0] * P + [t] * C]),
@@ -104,8 +104,8 @@ def test_noise_levels_of_the_history_follow_the_rule() -> None:
     # 1 - cos of a uniform angle has the mean 1 - 2 / pi; the divisors are 3 to 20 alike.
     expected = (1 - 2 / math.pi) * 1000 * sum(1 / d for d in range(3, 21)) / 18 - 0.5
     assert levels.mean().item() == pytest.approx(expected, rel=0.04)
-    assert draws.told.mean().item() == pytest.approx(0.9, abs=0.02)
-    assert set(draws.told.tolist()) == {0.0, 1.0}
+    assert draws.conditioned.mean().item() == pytest.approx(0.9, abs=0.02)
+    assert set(draws.conditioned.tolist()) == {0.0, 1.0}
     share = (draws.levels < 500).double().mean().item()
     assert share == pytest.approx(0.5, abs=0.03)
     assert (draws.levels.min(), draws.levels.max()) == (0, 999)
