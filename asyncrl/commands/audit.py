@@ -57,7 +57,7 @@ class AuditConfig(HeldOutConfig):
     max_decisions: Annotated[int, AtLeast(0, "it counts decisions.", "Use 0.", highest=100_000)] = 0
     """Decisions of an episode; 0: the world's own."""
     true_decisions: Annotated[int, AtLeast(0, "it counts decisions.", "Use 0.", highest=100_000)] = 0
-    """Decisions made in the simulator before imagination begins; one that is over by then is left out."""
+    """True decisions before imagination begins. Episodes that end in them are left out."""
     success_threshold: Annotated[float, Within(0, 1, "it is a probability.", "Use 0.7.", open_below=True)] = (
         0.7
     )

@@ -132,7 +132,7 @@ def test_every_command_of_libero_spatial_is_valid_and_nothing_is_done_twice(tmp_
         config = read(command)
         if command[1] in ("collect", "evaluate", "audit"):
             assert "scene=light" in config.simulator_settings
-    assert sum(name == "collect" for _, name, *_ in commands) == 14
+    assert sum(name == "collect" for _, name, *_ in commands) == 24
     assert run(LIBERO, tmp_path).returncode == 0
     assert noted(tmp_path) == commands
 
@@ -149,9 +149,9 @@ def test_what_is_missing_unknown_or_made_otherwise_is_refused(tmp_path: Path) ->
     assert (missing.returncode, "bash" in missing.stderr) == (2, True)
     assert missing.stderr.rstrip().endswith(f"{LIBERO} world")
     assert run(LIBERO, tmp_path, "adit").returncode == 2
-    other = run(LIBERO, tmp_path, "data", SIZE="128")
+    other = run(LIBERO, tmp_path, "data", SIZE="64")
     assert other.returncode == 2
-    assert "was made with other settings: SCALE=1 SIZE=64" in other.stderr
+    assert "was made with other settings: SCALE=1 SIZE=128" in other.stderr
     unknown = run(ASSETS, tmp_path, ONLY="opensora opensoar", WORK=str(tmp_path / "new"))
     assert unknown.returncode == 2
     assert "opensoar, which is none of: clone" in unknown.stderr

@@ -18,6 +18,13 @@ from support.weights import swap_until
 PACKAGE = str(Path(asyncrl.__file__).parent)
 SEEN = set[tuple[str, int]]()
 TENSORS = {"body": torch.zeros(1000)}
+TRACING = threading.Event()
+
+
+def trace() -> None:
+    """Trace this thread and all that are started later."""
+    threading.setprofile(record)
+    sys.setprofile(record)
 
 
 def record(frame, event, _) -> None:
@@ -32,6 +39,7 @@ def record(frame, event, _) -> None:
 
 
 def act(kind, endpoint, pipe) -> None:
+    trace()
     receiver = WeightReceiver(kind, endpoint, "actor", TENSORS)
     swap_until(receiver, TENSORS, 1)
     pipe.send("has the first")
@@ -43,10 +51,8 @@ def act(kind, endpoint, pipe) -> None:
     pipe.recv()  # Of a receiver that left at once nobody knows that it held the version.
 
 
-TRACING = threading.Event()
-threading.setprofile(record)
-sys.setprofile(record)
 if __name__ == "__main__":
+    trace()
     publisher = BroadcastPublisher("shared_memory", private_folder() / "weights")
     mine, theirs = multiprocessing.Pipe()
     child = multiprocessing.get_context("spawn").Process
