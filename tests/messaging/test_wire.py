@@ -207,7 +207,15 @@ def test_the_socket_folder_is_private_and_short(tmp_path: Path) -> None:
 def test_only_loopback_needs_no_encryption() -> None:
     for endpoint in ("tcp://127.0.0.1:5555", "tcp://127.1.2.3:1", "tcp://[::1]:5555"):
         assert sockets.check_endpoint(endpoint) == endpoint
-    hosts = ("0.0.0.0:5555", "localhost:5555", "[::]:5555", "[::2]:5555", "*:5555", "10.0.0.1:5555", "host:5555")
+    hosts = (
+        "0.0.0.0:5555",
+        "localhost:5555",
+        "[::]:5555",
+        "[::2]:5555",
+        "*:5555",
+        "10.0.0.1:5555",
+        "host:5555",
+    )
     ports = ("127.0.0.1", "127.0.0.1:*", "127.0.0.1:70000")
     others = ("udp://127.0.0.1:1", "ipc://relative", "ipc:///no/folder/x")
     for endpoint in (*(f"tcp://{rest}" for rest in (*hosts, *ports)), *others):
