@@ -131,7 +131,7 @@ EVALUATION = _define("""evaluation | waiting for the last version's true success
 ROW = _define("""row | waiting for metrics.jsonl to be written | learner | 1, and not at all while rows are
     late | the disk | the learner goes on; rows wait in memory, and are counted when they are lost""")
 DISK = _define(
-    """disk | waiting for disk space | replay | none; it tries every 0.5 to 30 s | space on the disk; a free
+    """disk | waiting for disk space | replay | none; it tries every second | space on the disk; a free
     file descriptor, where that was missing | nothing new is granted, and nothing acknowledged is lost""",
     metrics_system.DISK_WAITING,
 )

@@ -146,18 +146,14 @@ def test_the_policy_sees_imagined_frames_and_the_simulator_gets_its_actions(monk
 
 
 def test_imagination_begins_behind_true_decisions() -> None:
-    """What was true before is neither judged nor compared."""
     world = CountingWorld()
     with pool() as simulators:
         found = audit(models(world, true_decisions=1), simulators, plays(RIGHT, LATER, 1004, AGREED), rows=8)
     assert [e.start for e in found] == ["seed-1010", "seed-1020", "seed-1099"], (
         "seed 1004 was solved in step 4"
     )
-    assert [(e.imagined, e.true, e.judged_true) for e in found] == [
-        (True, True, True),
-        (True, False, True),
-        (False, False, True),
-    ]
+    verdicts = [(e.imagined, e.true, e.judged_true) for e in found]
+    assert verdicts == [(True, True, True), (True, False, True), (False, False, True)]
     assert [e.decisions for e in found] == [1, 1, 2]
     assert len(found[2].psnr) == 2
     first = world.calls[0][0][:, 0, 0]

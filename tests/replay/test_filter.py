@@ -46,13 +46,7 @@ class Dream:
     """
 
     def __init__(self, replay: Replay, rounds: int = 10**6, *, fixed_shape: bool = False) -> None:
-        """Begin without episodes.
-
-        Args:
-            replay: In the same thread.
-            rounds: After so many it is killed.
-            fixed_shape: As --imagination.fixed-shape.
-        """
+        """It is killed after so many rounds."""
         self.port, self.replay, self.left = InProcessActorPort(replay), replay, rounds
         self.pending: list[tuple[GroupGrant, int]] = []
         self.version, self.place = -1, 0

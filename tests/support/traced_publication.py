@@ -29,12 +29,8 @@ def trace() -> None:
 
 def record(frame, event, _) -> None:
     code = frame.f_code
-    if (
-        event == "call"
-        and TRACING.is_set()
-        and code.co_filename.startswith(PACKAGE)
-        and code.co_name[0] != "<"
-    ):
+    named = code.co_filename.startswith(PACKAGE) and code.co_name[0] != "<"
+    if event == "call" and TRACING.is_set() and named:
         SEEN.add((code.co_filename, code.co_firstlineno))
 
 
