@@ -87,7 +87,7 @@ SECTIONS: Final = {
     "train/": "The update as a whole.",
     "replay/": "Waiting, stale and dropped episodes.",
     "weights/": "How new weights reach the actors.",
-    "wait/": "Seconds in each wait, summed over the processes of this host since each of them began.",
+    "wait/": "Seconds in each wait, summed over the processes of this host: [waits](waits.md) lists them.",
     "time/": "Who waits for whom, and how fast.",
     "actor/": "Slots and memory of the actors.",
     "learner/": "Device memory of the learner.",
@@ -99,7 +99,8 @@ SECTIONS: Final = {
 _DEFINED_IN: Final = ("metrics_training", "metrics_system", "waits")
 _FOLDED: Final = (
     "*Folded by*: how the values of several actors, ranks or minibatches become one. A *unit* has one "
-    "probability ratio: a token, an action or a decision (--algorithm.level)."
+    "probability ratio: a token, an action or a decision (--algorithm.level). Names that end in `lag_0` exist "
+    "for `lag_1`, `lag_2`, `lag_3_4`, `lag_5_8` and `lag_9_up` too."
 )
 
 
@@ -116,10 +117,17 @@ def as_markdown() -> str:
     lines = ["# Metrics", "", f"Generated from {files} in `asyncrl/observability`;"]
     lines += ["`asyncrl metrics` prints it.", "", _FOLDED]
     for prefix, about in SECTIONS.items():
-        lines += ["", f"## {prefix.rstrip('/')}", "", about, ""]
-        lines += ["| name | unit | folded by | meaning | healthy, and otherwise |", "|---|---|---|---|---|"]
+        lines += ["", f"## {prefix.rstrip('/')}", "", about]
+        if prefix == "wait/":
+            continue
+        lines += [
+            "",
+            "| name | unit | folded by | meaning | healthy, and otherwise |",
+            "|---|---|---|---|---|",
+        ]
         for x in REGISTRY.values():
-            if section_of(x.name) == prefix:
+            repeated = x.name.endswith(tuple(f"lag_{lags.name}" for lags in LAG_RANGES[1:]))
+            if section_of(x.name) == prefix and not repeated:
                 cells = (f"`{x.name}`", x.unit, x.reduction, x.meaning, x.advice)
                 lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
