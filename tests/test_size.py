@@ -20,7 +20,7 @@ CEILINGS = {
     "launch": (4530, 20),
     "learner": (3270, 16),
     "messaging": (990, 6),
-    "observability": (2485, 12),
+    "observability": (2490, 12),
     "policies": (2900, 13),
     "replay": (4066, 18),
     "replay_tools": (1406, 8),

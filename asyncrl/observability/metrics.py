@@ -99,8 +99,8 @@ SECTIONS: Final = {
 _DEFINED_IN: Final = ("metrics_training", "metrics_system", "waits")
 _FOLDED: Final = (
     "*Folded by*: how the values of several actors, ranks or minibatches become one. A *unit* has one "
-    "probability ratio: a token, an action or a decision (--algorithm.level). Names that end in `lag_0` exist "
-    "for `lag_1`, `lag_2`, `lag_3_4`, `lag_5_8` and `lag_9_up` too."
+    "probability ratio: a token, an action or a decision (--algorithm.level). Names with `lag_0` exist "
+    "with `lag_1`, `lag_2`, `lag_3_4`, `lag_5_8` and `lag_9_up` too."
 )
 
 
