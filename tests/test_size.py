@@ -15,7 +15,7 @@ CEILINGS = {
     "config": (1138, 6),
     "devices": (515, 5),
     "doctor": (1324, 7),
-    "evaluation": (940, 5),
+    "evaluation": (950, 5),
     "fitting": (4186, 15),
     "launch": (4530, 20),
     "learner": (3270, 16),

@@ -168,12 +168,18 @@ def audit(
 
     Episodes that are over within the `true_decisions` leave nothing to imagine and are left out.
     """
-    audited = []
-    for first in range(0, len(plays), rows):
-        batch = list(plays[first : first + rows])
-        numbers = [first + (row if row < len(batch) else 0) for row in range(rows)]
-        audited += _audit_batch(models, pool, batch, [episode_seed(seed, n, 0) for n in numbers])
-        progress(len(batch))
+    audited = list[AuditedEpisode]()
+    try:
+        for first in range(0, len(plays), rows):
+            batch = list(plays[first : first + rows])
+            numbers = [first + (row if row < len(batch) else 0) for row in range(rows)]
+            audited += _audit_batch(models, pool, batch, [episode_seed(seed, n, 0) for n in numbers])
+            progress(len(batch))
+    except KeyboardInterrupt as ended:
+        if audited:
+            wrong = sum(episode.imagined != episode.true for episode in audited)
+            ended.add_note(f"{wrong} of {len(audited)} verdicts were wrong")
+        raise
     return audited
 
 

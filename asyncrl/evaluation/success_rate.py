@@ -159,18 +159,23 @@ def evaluate(
     order = {play.key: place for place, play in enumerate(plays)}
     played: list[SimulatedEpisode] = []
     solved = 0
-    with progress(total=len(plays), desc="evaluate", unit="episode") as bar:
-        for episode in rollout(pool, act, plays, keep_frames=bool(on_frames or keep_frames)):
-            if on_frames is not None:
-                on_frames(episode)
-            if order[episode.start.name, episode.repeat] >= keep_frames:  # All would not fit into memory.
-                for name in ("frames", "more_frames", "states", "poses"):
-                    setattr(episode, name, getattr(episode, name)[:1].copy())
-            played.append(episode)
-            solved += episode.solved
-            bar.update(1)
-            # Not refreshed: a line a second in a file.
-            bar.set_postfix(success=f"{solved / len(played):.1%}", refresh=False)
+    try:
+        with progress(total=len(plays), desc="evaluate", unit="episode") as bar:
+            for episode in rollout(pool, act, plays, keep_frames=bool(on_frames or keep_frames)):
+                if on_frames is not None:
+                    on_frames(episode)
+                if order[episode.start.name, episode.repeat] >= keep_frames:  # All would not fit into memory.
+                    for name in ("frames", "more_frames", "states", "poses"):
+                        setattr(episode, name, getattr(episode, name)[:1].copy())
+                played.append(episode)
+                solved += episode.solved
+                bar.update(1)
+                # Not refreshed: a line a second in a file.
+                bar.set_postfix(success=f"{solved / len(played):.1%}", refresh=False)
+    except KeyboardInterrupt as ended:
+        if played:
+            ended.add_note(f"{solved} of {len(played)} episodes succeeded; failures take longest")
+        raise
     played.sort(key=lambda e: order[e.start.name, e.repeat])
     return summarise(played), played
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -158,6 +159,13 @@ def test_imagination_begins_behind_true_decisions() -> None:
     assert len(found[2].psnr) == 2
     first = world.calls[0][0][:, 0, 0]
     assert first.tolist() == [8.0] * 8, "the policy sees the frame after the true decision"
+
+
+def test_an_interrupted_audit_tells_what_was_found() -> None:
+    calls = Mock(side_effect=[None, KeyboardInterrupt])
+    with pool() as simulators, pytest.raises(KeyboardInterrupt) as ended:
+        audit(models(), simulators, plays(*SEEDS), rows=2, progress=calls)
+    assert ended.value.__notes__ == ["3 of 4 verdicts were wrong"]
 
 
 def test_the_success_rule_of_the_run_ends_episodes() -> None:

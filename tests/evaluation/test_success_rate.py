@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -207,6 +208,14 @@ def test_frames_are_shown_as_episodes_end_and_kept_of_the_first_plays_only() -> 
     assert shown == {e.seed: len(e.actions) for e in played}
     assert [len(e.frames) for e in played] == [len(e.actions) for e in played[:2]] + [1] * 4
     assert [len(e.states) for e in played] == [len(e.frames) for e in played]
+
+
+def test_an_interrupted_evaluation_tells_what_was_played() -> None:
+    wanted = evaluation_plays(pool(1).spec, episodes=6, tasks=(), trials=0, repeats=1)
+    calls = Mock(side_effect=[None, None, KeyboardInterrupt])
+    with pytest.raises(KeyboardInterrupt) as ended:
+        evaluate(pool(1), act, wanted, on_frames=calls)
+    assert "of 2 episodes succeeded" in ended.value.__notes__[0]
 
 
 @pytest.mark.parametrize(

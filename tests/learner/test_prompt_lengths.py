@@ -1,8 +1,4 @@
-"""Decisions whose prompts are equally long are evaluated together: the same update with less padding.
-Compiled, all are padded alike and all passes have one size: still the same update.
-
-The slow form evaluates every decision alone, where nothing is ever padded.
-"""
+"""Prompts of one length are evaluated together, compiled ones all padded: the update of single decisions."""
 
 from dataclasses import replace
 from functools import partialmethod

@@ -136,14 +136,7 @@ class SlowPolicy:
     def decide(
         self, pictures: np.ndarray, task: str, tokens: Sequence[int], proprio: Tensor | None = None
     ) -> SlowResult:
-        """One row.
-
-        Args:
-            pictures: ``[N, S, S, 3]`` of the right size.
-            task: Instruction.
-            tokens: K bins. Causal policies read those before the one they speak for.
-            proprio: ``[Q]`` in [-1, 1].
-        """
+        """One row: ``[N, S, S, 3]`` pictures of the right size, K bins, ``[Q]`` proprio in [-1, 1]."""
         w, config = self.weights, self.config
         features = torch.cat([self.see(torch.from_numpy(picture).double()) for picture in pictures])
         x = gelu(linear(gelu(linear(features, w, "projector.fc1")), w, "projector.fc2"))

@@ -2,10 +2,9 @@
 
     python official_libero.py REQUEST.npz ANSWER.npz
 
-The request has ``suite task trial size settle`` (texts and numbers), ``actions [T, 7]`` and, for every
-fixture, ``pos:BODY`` and ``quat:BODY``. The answer has what was seen after the reset and after each step:
-``pictures [T+1, 2, size, size, 3]``, ``states [T+1, 8]``, ``success [T]``, and ``positions``, ``velocities``
-of the physics.
+The request has ``suite task trial size settle``, ``actions [T, 7]`` and ``pos:BODY``, ``quat:BODY`` of every
+fixture. The answer has ``pictures [T+1, 2, size, size, 3]``, ``states [T+1, 8]``, ``success [T]``,
+``positions`` and ``velocities``.
 """
 
 import os

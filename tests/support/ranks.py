@@ -1,7 +1,6 @@
 """Learner ranks for tests: `run_ranks(function, ...)` calls it in N processes that form a gloo group.
 
-The function must be importable (of a test file or of a module in tests/support). It gets the arguments,
-and may return something that can be pickled; `run_ranks` returns what the ranks returned, in their order.
+The function is importable; what it returns can be pickled, and is returned in the ranks' order.
 """
 
 import faulthandler
