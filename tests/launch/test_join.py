@@ -91,7 +91,7 @@ def test_what_cannot_join_is_told_why(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_a_placement_without_actors_needs_an_address_to_join(tmp_path, capsys) -> None:
     assert cli.run("train", ["--placement", "learner=0", "--run-dir", str(tmp_path / "run")]) == 2
-    assert "without --replay.listen nobody knows where to join" in capsys.readouterr().err
+    assert "without --replay.listen no actor can join" in capsys.readouterr().err
     alone = parse_placement("learner=0", 1, joined=True)
     assert (alone.learners, alone.actors, alone.summary) == ((0,), (), "1 learner")
     create_keys(tmp_path / "keys", ["learner"])

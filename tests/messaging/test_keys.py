@@ -82,7 +82,7 @@ def test_a_server_key_of_another_pair_and_an_empty_allow_list_are_refused(keys: 
     (keys / "server.public").write_bytes(zmq.curve_public((keys / "server.secret").read_bytes().strip()))
     for path in (keys / "clients").iterdir():
         path.unlink()
-    with pytest.raises(ConfigError, match="nobody would be admitted"):
+    with pytest.raises(ConfigError, match="no client would be admitted"):
         load_server_keys(keys)
 
 
@@ -186,7 +186,7 @@ def test_a_key_that_is_added_or_taken_away_counts_for_the_next_connection(tmp_pa
         half = keys / "clients" / "actor-7.public"
         half.write_bytes(late_public[:20])
         assert not admitted(endpoint, late, "actor-7")
-        assert any("admits nobody" in line for line in caplog.messages)
+        assert any("admits no client" in line for line in caplog.messages)
         half.write_bytes(late_public)
         assert admitted(endpoint, late, "actor-7")
 

@@ -31,7 +31,7 @@ def inputs(seed: int = 0) -> dict[str, Tensor]:
 def some_draws(seed: int = 1) -> Draws:
     found = draw(torch.Generator().manual_seed(seed), torch.Size((B, C, 4, 4, 4)), P)
     # The levels at both ends, and a sample without tokens.
-    return found._replace(levels=torch.tensor([0, 500, 999]), told=torch.tensor([1.0, 0.0, 1.0]))
+    return found._replace(levels=torch.tensor([0, 500, 999]), conditioned=torch.tensor([1.0, 0.0, 1.0]))
 
 
 def slow_loss(unet: EvacUNet, given: dict[str, Tensor], draws: Draws) -> Tensor:
