@@ -63,8 +63,8 @@ def deciding_step(
 
     Example:
         >>> scores = np.array([[0, 1, 0, 0], [0, 0, 0, 1], [1, 0, 0, 0]], np.float32)
-        >>> [deciding_step(scores, 0.7, frames) for frames in (1, 2, 3, "last")]
-        [(0, 1), (2, 0), None, (1, 3)]
+        >>> {frames: deciding_step(scores, 0.7, frames) for frames in (1, 2, 3, "last")}
+        {1: (0, 1), 2: (2, 0), 3: None, 'last': (1, 3)}
     """
     solved_NC = scores_NC >= threshold
     steps = solved_NC.shape[1]
