@@ -116,7 +116,7 @@ FIRST = re.compile(r"(What|Whether|Say|Tell)\b")
 def test_the_source_is_in_plain_words() -> None:
     found = [
         f"{path}:{number}: {word[0]}"
-        for path in files("asyncrl")
+        for path in [*files("asyncrl"), ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if (word := WORDS.search(line)) and "put the red cube beside" not in line  # ManiSkill's instruction
     ]
