@@ -218,6 +218,9 @@ def _load_models(config: AuditConfig, policy: str, device: torch.device) -> Audi
             actor=ActorSettings(max_decisions=config.max_decisions),
         )
     )
+    most = settings.actor.max_decisions
+    if config.true_decisions >= most:
+        raise ConfigError(f"--true-decisions leaves nothing of {most} decisions to imagine. Use fewer.")
     world = named_world(config.world, config.world_settings)
     reward = named_reward(config.reward, world.folder, config.reward_settings)
     return AuditModels(
@@ -225,7 +228,7 @@ def _load_models(config: AuditConfig, policy: str, device: torch.device) -> Audi
         world=world.load(device, settings.imagination),
         reward=reward.load(device, list(tasks)),
         sampling=SamplingParams(temperature=config.temperature, top_k=config.top_k),
-        max_decisions=settings.actor.max_decisions,
+        max_decisions=most,
         threshold=config.success_threshold,
         success_frames=config.success_frames,
         true_decisions=config.true_decisions,

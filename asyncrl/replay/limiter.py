@@ -112,10 +112,12 @@ class Limiter(GroupTable):
 
     def new_grant(self, actor: str, request_number: int = -1) -> Granted | None:
         """Return the event that would grant the next group to an actor; None without credit."""
-        newcomers = sum(self.is_newcomer(group.actor) for group in self.open.values())
-        share = (self.max_lag + 1) * self.groups_per_update // NEWCOMERS_SHARE
-        if not self.credit or (newcomers >= max(1, share) and self.is_newcomer(actor)):
+        if not self.credit:
             return None
+        if self.is_newcomer(actor):
+            share = max(1, (self.max_lag + 1) * self.groups_per_update // NEWCOMERS_SHARE)
+            if sum(self.is_newcomer(group.actor) for group in self.open.values()) >= share:
+                return None
         first_use = self.uses_reserved // self.groups_per_update
         return Granted(
             grant=min(self.to_grant_again, default=self.next_number),

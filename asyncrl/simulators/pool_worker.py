@@ -168,7 +168,7 @@ class Worker:
         if (seen.poses is not None) != spec.poses:
             raise ConfigError(
                 f"{spec.name} shows {'no poses' if seen.poses is None else 'poses'}, but its spec has poses="
-                f"{spec.poses}. Let both agree."
+                f"{spec.poses}. Make them agree."
             )
         pose = np.zeros(0) if seen.poses is None else seen.poses[row].copy()
         return np.array(seen.images[row]), states[row].copy(), pose

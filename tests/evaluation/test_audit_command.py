@@ -77,10 +77,8 @@ def files(run: Path) -> set[Path]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["tabletop", "--world", "tabletop_true"],
-            "--world tabletop_true is a simulator: nothing is imagined",
-        ),
+        (["tabletop", "--world", "tabletop_true"], "--world tabletop_true is a simulator: nothing"),
+        (["tabletop", "--true-decisions", "6"], "--true-decisions leaves nothing of 6 decisions to imagine"),
         (["tabletop", "--every-checkpoint"], "--every-checkpoint needs a run's folder, and tabletop is none"),
         (["tabletop", "--json", "/nowhere/x.json"], "--json /nowhere/x.json: there is no folder /nowhere"),
         (["tabletop", "--simulator", "libero_gaol"], "libero_gaol"),

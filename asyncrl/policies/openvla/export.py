@@ -270,7 +270,7 @@ Not measured: other tasks than those it was trained on, and any robot.
 
 {loading}
 """
-ROUNDED: Final = "; adapters merged in it are rounded: their log-probs differ by 0.011 nats on average"
+ROUNDED: Final = "; merging rounds adapters, which moves log-probs a little"
 NO_RUN: Final = "The source is no checkpoint of a run, so nothing is known here of its training."
 
 
