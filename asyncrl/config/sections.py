@@ -13,7 +13,7 @@ SuccessFrames = int | Literal["last"]  # See `ActorSettings.success_frames`
 
 @dataclass(frozen=True, kw_only=True)
 class ActorSettings(Bounded, section="actor."):
-    """How an actor makes episodes."""
+    """Settings of an actor."""
 
     slots: Annotated[int, AtLeast(1, "an actor imagines at least one episode.", "Use 16.", highest=4096)] = 16
     """Episodes of an actor at the same time."""
@@ -155,7 +155,7 @@ class SimulatorSettings(Bounded, section="simulator."):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings(Bounded, section="evaluation."):
-    """How --evaluate-every measures true success, with the run's sampling, from starts of its own."""
+    """True success for --evaluate-every, with the run's sampling, from starts of its own."""
 
     episodes: Annotated[int, AtLeast(1, "it counts episodes.", "Use 64.", highest=100_000)] = 64
     """Episodes per version. More make the interval narrower, and take longer."""
@@ -167,7 +167,7 @@ class EvaluationSettings(Bounded, section="evaluation."):
 
 @dataclass(frozen=True, kw_only=True)
 class GuardSettings(Bounded, section="guard."):
-    """Which imagined successes count, as some are false."""
+    """Rule for imagined successes, as some are false."""
 
     kind: Literal["none", "lasting"] = "none"
     """none: reward 1 at the first frame that reaches --actor.success-threshold. lasting: only if the last
@@ -192,7 +192,7 @@ class MonitorSettings(Bounded, section="monitor."):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSettings(Bounded, section="weights."):
-    """How new weights reach the actors."""
+    """Transfer of new weights to the actors."""
 
     transport: str = "auto"
     """Carrier of the weights. auto: nccl if every actor has a GPU of its own, cuda_ipc if some share the
@@ -251,7 +251,7 @@ class LoraSettings(Bounded, section="lora."):
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerSettings(Bounded, section="learner."):
-    """How the learner computes."""
+    """Settings of the learner."""
 
     threads: Annotated[int, AtLeast(1, "a process needs a thread.", "Use 1.", highest=THREADS)] = 1
     """CPU threads of a learner process."""

@@ -25,7 +25,7 @@ Count = Annotated[int, AtLeast(1, "it counts from 1.", "Leave it out for the def
 
 @dataclass(frozen=True, kw_only=True)
 class DataSetSettings(Bounded, section="dataset."):
-    """How LeRobot v3 folders and robomimic files are read. Recordings of our own need none of this."""
+    """Reading of LeRobot v3 folders and robomimic files. Recordings of our own need none of this."""
 
     cameras: tuple[str, ...] = ()
     """Keys of the cameras; models see the first. None: the first one that is not at a wrist."""
@@ -72,7 +72,7 @@ class DataSetSettings(Bounded, section="dataset."):
 
 @dataclass(frozen=True, kw_only=True)
 class Trained(Bounded):
-    """Where a fit computes, and how long."""
+    """Device and duration of a fit."""
 
     device: str = "auto"
     """cpu, cuda, or auto."""

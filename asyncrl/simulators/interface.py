@@ -192,7 +192,7 @@ class Simulator(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Demonstrator(Bounded, section="expert."):
-    """How good the scripted expert is. All draws are made once per episode, from the episode's seed."""
+    """Quality of the scripted expert. All draws are made once per episode, from the episode's seed."""
 
     noise: tuple[float, float] = (0.0, 0.0)
     """Least and most noise on each action: its standard deviation, in units of the action range."""
