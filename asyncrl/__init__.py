@@ -1,3 +1,3 @@
 """Asynchronous reinforcement learning of vision-language-action policies inside video world models."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
