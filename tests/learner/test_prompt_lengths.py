@@ -33,6 +33,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "vtrace": {"algorithm__kind": "ppo", "correction__kind": "vtrace"},
 }
 
+SHALLOW = TowerConfig(width=24, depth=2, heads=3, mlp=48)
 FEW = 4
 """Decisions of a small pass."""
 RUNS = {"grpo": 2, "steps": 5, "episodes": 3, "ppo": 4, "vtrace": 4}
@@ -87,7 +88,13 @@ def updated(
     level = {"action": "action", "decision": "chunk"}[config.critic.level]
     head = level if config.algorithm.kind == "ppo" else "none"
     torch.manual_seed(0)
-    sizes: Any = {"decoding": decoding, "value_head": head}
+    sizes: Any = {
+        "decoding": decoding,
+        "value_head": head,
+        "dino": SHALLOW,
+        "siglip": SHALLOW,
+        "llm_layers": 2,
+    }
     policy = new_policy(OpenVLAOFTConfig.tiny(**sizes)).eval()
     if in_order:
         policy.prompt_tokens = lambda task: 0  # type: ignore[method-assign]
@@ -175,8 +182,7 @@ def test_only_the_first_update_compiles(minibatches: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    shallow = TowerConfig(width=24, depth=2, heads=3, mlp=48)
-    policy = adapted(dino=shallow, siglip=shallow, llm_layers=1)
+    policy = adapted(dino=SHALLOW, siglip=SHALLOW, llm_layers=1)
     if minibatches > 1:
         enable_gradient_checkpointing(policy)
     sizes = {"group_size": 2, "groups_per_update": 3, "micro_batch": 4, "minibatches": minibatches}

@@ -12,17 +12,16 @@ from asyncrl.learner.fsdp import RoundedLinear, round_trained_layers
 from asyncrl.policies.acceleration import enable_gradient_checkpointing
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.lora import add_lora, merged_tensors
-from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from support.ranks import run_ranks
+from support.tiny_models import small_policy
 
 TASKS = ["lift the red block", "stack the blue block on the green block"]
 CPU = torch.device("cpu")
 
 
 def with_adapters(dtype: torch.dtype = torch.bfloat16, value_head: Any = "none") -> OpenVLAOFTPolicy:
-    torch.manual_seed(0)
-    policy = OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(value_head=value_head)).to(dtype)
+    policy = small_policy(value_head=value_head).to(dtype)
     add_lora(policy, 4, 0.0)
     for name, parameter in policy.named_parameters():
         if ".lora_B." in name:

@@ -12,9 +12,8 @@ from asyncrl.config.sections import OptimizerSettings
 from asyncrl.learner.fsdp import shard
 from asyncrl.learner.optimizer import ClippedOptimizer
 from asyncrl.observability import metrics_training as m
-from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from support.ranks import run_ranks
+from support.tiny_models import small_policy
 
 GOOD = 0.5
 STEPS = [GOOD, 2 * GOOD, GOOD]
@@ -22,8 +21,7 @@ STEPS = [GOOD, 2 * GOOD, GOOD]
 
 def steps(scales: list[float], *, fused: bool, sharded: bool = False) -> tuple[dict[str, Tensor], list[Any]]:
     """Weights and optimizer state after one update for each gradient, all of whose numbers are so large."""
-    torch.manual_seed(0)
-    policy = OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(value_head="chunk")).eval()
+    policy = small_policy(value_head="chunk")
     if sharded:
         policy = shard(policy, torch.device("cpu"), "fp32")
     stepper = ClippedOptimizer(
@@ -77,7 +75,7 @@ def test_all_ranks_skip_a_step_that_is_not_finite_on_one() -> None:
 
 
 def test_within_one_update_the_largest_good_norm_is_told_and_the_fault_counts_once() -> None:
-    policy = OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny())
+    policy = small_policy()
     stepper = ClippedOptimizer(policy, OptimizerSettings(), updates=9, critic_learning_rate=1e-3, fused=True)
     parameters = list(policy.trainable_parameters().values())
     told = []

@@ -12,11 +12,10 @@ from asyncrl.learner.fsdp import shard
 from asyncrl.learner.ranks import DistributedRanks, LearnerRanks
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
-from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from support.ranks import run_ranks
 from support.slow_update import recipe
 from support.table_policy import groups_of
+from support.tiny_models import small_policy
 
 OUTCOMES = [[3, -1], [-1, -1], [-1, 12], [-1, -1], [5, -1]]
 """Five groups: rank 0 gets 0, 2 and 4, rank 1 gets 1 and 3, whose episodes all failed alike."""
@@ -40,9 +39,7 @@ def updated(
     With `fixed` all passes have five decisions.
     """
     config = recipe(algorithm__group_size=2, algorithm__micro_batch=3, **RECIPES[name])
-    torch.manual_seed(0)
-    level = "chunk" if config.algorithm.kind == "ppo" else "none"
-    policy = OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(value_head=level)).eval()
+    policy = small_policy(value_head="chunk" if config.algorithm.kind == "ppo" else "none")
     if ranks.size > 1:
         policy = shard(policy, torch.device("cpu"), "fp32")
     groups = groups_of(OUTCOMES, image=64)[own_groups]

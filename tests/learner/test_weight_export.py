@@ -10,9 +10,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from asyncrl.errors import RunError
 from asyncrl.learner import weight_export
-from asyncrl.learner.weight_export import GatheredWeights
+from asyncrl.learner.fsdp import shard
+from asyncrl.learner.weight_export import GatheredWeights, acting_types, acting_weights
+from asyncrl.policies.lora import add_lora
 from asyncrl.weights import packing
+from asyncrl.weights.buffers import DoubleBuffer
+from asyncrl.weights.interface import NullPublisher
 from support.ranks import run_ranks
+from support.tiny_models import small_policy
 from support.weights import TYPES, masters, raw
 
 
@@ -51,12 +56,7 @@ def test_rows_of_all_ranks_come_together_bit_for_bit_and_a_lost_rank_is_an_error
 
 
 def policy_of(lora: int) -> Any:
-    from asyncrl.policies.lora import add_lora
-    from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-    from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
-
-    torch.manual_seed(0)
-    policy = OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(dtype="bfloat16", value_head="chunk"))
+    policy = small_policy(dtype="bfloat16", value_head="chunk")
     if lora:
         add_lora(policy, lora, 0.0)
     return policy
@@ -72,11 +72,6 @@ def with_more_digits(policy: Any) -> Any:
 
 
 def publish_a_sharded_policy(lora: int, copies: int = 1) -> dict[str, bytes]:
-    from asyncrl.learner.fsdp import shard
-    from asyncrl.learner.weight_export import acting_types, acting_weights
-    from asyncrl.weights.buffers import DoubleBuffer
-    from asyncrl.weights.interface import NullPublisher
-
     policy = policy_of(lora)
     types = acting_types(policy)
     spread = shard(with_more_digits(policy), torch.device("cpu"), "bf16", copies=copies)

@@ -18,9 +18,12 @@ from typing import Any
 
 FORKS = multiprocessing.get_context("forkserver")
 """Its processes are forks of one whose slow imports are done, of the tests' first environment."""
-_LEARNER = ("asyncrl.learner.ranks", "asyncrl.learner.fsdp", "asyncrl.learner.update")
+_LEARNER = ("torch.distributed.fsdp", "asyncrl.learner.fsdp", "asyncrl.launch.build", "asyncrl.replay.server")
+_LAYERS = ("llama.modeling_llama", "siglip.modeling_siglip")
+_LAYERS += ("dinov2_with_registers.modeling_dinov2_with_registers",)
 _WEIGHTS = ("asyncrl.weights.publisher", "asyncrl.weights.receiver")
-FORKS.set_forkserver_preload(["pytest", "torch.distributed.fsdp", *_LEARNER, *_WEIGHTS])
+_MODELS = ("asyncrl.policies.openvla.policy", "peft", *(f"transformers.models.{name}" for name in _LAYERS))
+FORKS.set_forkserver_preload(["pytest", *_LEARNER, *_WEIGHTS, *_MODELS])
 
 
 def run_ranks(
