@@ -29,8 +29,8 @@ from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.files import SECTION, STATISTICS
 from asyncrl.policies.openvla.names import published_config, published_shapes, unused_shapes
 from asyncrl.policies.openvla.preprocess import PromptTokenizer, build_word_tokenizer, words_for
-from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.rewards.resnet import PUBLISHED, RewardConfig, RewardNetwork
+from asyncrl.simulators.libero.tasks import INSTRUCTIONS
 from asyncrl.storage.atomic import write_json
 from asyncrl.storage.tensor_files import INDEX, Spec, write_file, write_tensors
 from asyncrl.worlds.wan.files import HEAD_DIM, IMAGE_SIZE, WAN_TRANSFORMER, WAN_VAE, vae_name
@@ -103,7 +103,7 @@ def noise(name: str, shape: torch.Size | tuple[int, ...]) -> Tensor:
 
 def write_policy(folder: Path, config: OpenVLAOFTConfig) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    words = words_for(task for suite in SUITES.values() for task in suite)
+    words = words_for(task for suite in INSTRUCTIONS.values() for task in suite)
     known = build_word_tokenizer(words).get_vocab_size()
     unused = [f"unused{i}" for i in range(config.first_action_id - known)]
     tokenizer = PromptTokenizer(build_word_tokenizer([*words, *unused]), pad_id=config.token_count)
@@ -171,7 +171,7 @@ def write_world(folder: Path, scale: Scale) -> None:
     scores = {n: world_value(n, t.shape, t.dtype) for n, t in reward.state_dict().items()}
     scores[list(scores)[-1]] -= 5.0  # No frame is a success, so that every imagined episode has full length.
     torch.save(scores, folder / PUBLISHED[False])
-    write_dataset(folder / "dataset", SUITES["libero_spatial"])
+    write_dataset(folder / "dataset", INSTRUCTIONS["libero_spatial"])
 
 
 def published_names(listed: str, rename: Callable[[str], str]) -> dict[str, str]:

@@ -35,8 +35,8 @@ from measuring import (
     wait,
 )
 
-from asyncrl.devices.float8 import use_float8
 from asyncrl.records import ACTION_DIM, CHUNK, StartState
+from asyncrl.worlds.layers import use_float8
 from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, TinyDecoderConfig
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae, encode_step, use_channels_last

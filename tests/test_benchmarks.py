@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from asyncrl.policies.openvla.policy import load_policy
-from asyncrl.rewards.libero_tasks import SUITES
+from asyncrl.simulators.libero.tasks import INSTRUCTIONS
 from asyncrl.worlds.start_states import load_start_states
 from support import ROOT
 from support.episodes import make_episode
@@ -73,7 +73,7 @@ def test_the_models_of_full_runs_are_written_by_a_plain_command(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     policy, world = done.stdout.split()[-2:]
     tokenizer = load_policy(policy).tokenizer
-    assert all(tokenizer.ids(task) for task in SUITES["libero_spatial"])
+    assert all(tokenizer.ids(task) for task in INSTRUCTIONS["libero_spatial"])
     assert len(load_start_states(Path(world) / "dataset", image_size=256)) == 40 + 20  # Key frames too.
 
 

@@ -10,8 +10,8 @@ from PIL import Image
 
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.facts import plain_task
-from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.simulators.interface import SimulatorSpec
+from asyncrl.simulators.libero.tasks import INSTRUCTIONS
 from asyncrl.simulators.maniskill.tasks import TASKS as MANISKILL
 from asyncrl.simulators.tabletop.scene import TASKS as TABLE
 from support.doors import DOORS, PICTURE, TASK, Unstorable, doors_of, picture_as, play
@@ -174,7 +174,7 @@ def test_a_spec_that_cannot_be_is_refused(name: str, values: tuple[Any, ...]) ->
 
 
 def test_what_is_shipped_is_in_the_normal_form() -> None:
-    texts = {*TABLE, *(text for tasks in SUITES.values() for text in tasks)}
+    texts = {*TABLE, *(text for tasks in INSTRUCTIONS.values() for text in tasks)}
     texts |= {task.instruction for task in MANISKILL.values()} - {""}
     assert {text for text in texts if plain_task(text) != text} == set()
 

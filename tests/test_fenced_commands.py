@@ -23,11 +23,9 @@ from asyncrl.commands import (
     evaluate,
     fit,
     pace,
-    recordings,
     replay,
     runs,
     small,
-    status,
 )
 from asyncrl.config.run import parse, split_files
 from asyncrl.errors import ConfigError
@@ -42,14 +40,11 @@ PROGRAMS: Final = (
 )
 """What a line of a fenced block begins with when it is to be typed."""
 ARGUMENTS: Final[dict[str, Any]] = {
-    **{
-        module.__name__.rpartition(".")[2]: module.ARGUMENTS
-        for module in (fit, recordings, replay, runs, status)
-    },
+    **{module.__name__.rpartition(".")[2]: module.ARGUMENTS for module in (fit, replay, runs)},
     **{"evaluate": evaluate.EvaluateConfig, "audit": audit.AuditConfig, "collect": collect.CollectConfig},
     **{"convert": convert.ConvertConfig, "pace": pace.PaceConfig, "check": doctor.CheckConfig},
     **{"actor": small.JoinOptions, "simulators": small.SIMULATORS, "keys": small.KeysConfig},
-    "metrics": small.MetricsConfig,
+    **{"metrics": small.MetricsConfig, "recordings": collect.RECORDINGS, "status": runs.STATUS},
 }
 """Command -> what its parser reads."""
 TYPED: Final = ("", "bash")

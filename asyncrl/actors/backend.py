@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.devices.streams import DeviceEvent
+from asyncrl.devices.tensors import DeviceEvent
 from asyncrl.episode_layout import EPISODE_ARRAYS, OPTIONAL_ARRAYS
 from asyncrl.observability.metrics import Metric
 from asyncrl.observability.metrics_system import ACTOR_DECISIONS

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from asyncrl.actors.backend import Backend, EpisodeEnd, EpisodeInProgress, Failure, Slots, Stage, TimedWork
 from asyncrl.config.sections import ActorSettings
-from asyncrl.devices.streams import DeviceEvent
+from asyncrl.devices.tensors import DeviceEvent
 from asyncrl.episode_layout import SAMPLE_DTYPES
 from asyncrl.errors import AsyncRLError, RunError, first_line
 from asyncrl.observability import metrics_system as m

@@ -31,7 +31,7 @@ from asyncrl.actors.backend import (
     Stage,
 )
 from asyncrl.actors.imagination import CPU, Check, decision_tensors, find_failure, retry_slots_singly
-from asyncrl.devices.streams import DeviceEvent
+from asyncrl.devices.tensors import DeviceEvent
 from asyncrl.errors import RunError
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric

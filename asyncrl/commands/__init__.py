@@ -10,7 +10,7 @@ _NAMES = (
     *("convert", "replay", "check", "doctor", "runs", "status", "keys", "metrics"),
 )
 _SMALL = ("actor", "simulators", "keys", "metrics")
-_MODULES = dict.fromkeys(_SMALL, "small") | {"check": "doctor"}
+_MODULES = dict.fromkeys(_SMALL, "small") | {"check": "doctor", "recordings": "collect", "status": "runs"}
 COMMANDS: dict[str, str] = {
     name: f"asyncrl.commands.{f'{_MODULES[name]}:{name}' if name in _MODULES else f'{name}:main'}"
     for name in _NAMES

@@ -20,8 +20,7 @@ from asyncrl.config.help import subcommands
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.records import Episode, StartState
 from asyncrl.replay_tools.episodes import ReplayCommand, find_group
-from asyncrl.replay_tools.export_episodes import Export
-from asyncrl.replay_tools.files import Prune, Verify
+from asyncrl.replay_tools.files import Export, Prune, Verify
 from asyncrl.replay_tools.pictures import Comparison, Sheet, Video, comparison_table
 from asyncrl.replay_tools.tables import ListEpisodes, Show, Stats
 

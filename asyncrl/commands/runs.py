@@ -1,4 +1,8 @@
-"""`asyncrl runs [FOLDER]`: list the runs of a folder."""
+"""The runs on this host.
+
+`asyncrl runs [FOLDER]`: list the runs of a folder.
+`asyncrl status RUN [--watch] [--json]`: say what every process of a run is doing, or how it ended.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,19 @@ import json
 import os
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import tyro
 
-from asyncrl.config.bounds import Bounded
+from asyncrl.config.bounds import SECONDS, AtLeast, Bounded
+from asyncrl.errors import ConfigError
+from asyncrl.observability import process_status
+from asyncrl.observability.process_status import Process
 from asyncrl.replay_tools.episodes import NOTHING, table
-from asyncrl.storage import run_folder
-from asyncrl.storage.run_folder import summarise
+from asyncrl.storage.run_folder import RunSummary, State, is_run, runs_in, summarise
 
 LONG_AGO: Final = 300 * 86_400  # Seconds after which a date has its year instead of the time of day
 
@@ -38,7 +45,7 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] == ["list"]:  # The name that the command had when there were others.
         arguments = arguments[1:]
     config: RunsConfig = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl runs")
-    runs = [summarise(path) for path in run_folder.runs_in(config.folder.expanduser())]
+    runs = [summarise(path) for path in runs_in(config.folder.expanduser())]
     if config.json:
         names = ("started", "version", "updates", "imagined_success", "true_success", "problem")
         listed = [
@@ -77,3 +84,111 @@ def folder_bytes(folder: Path) -> int:
 def _when(seconds: float) -> str:
     pattern = "%m-%d %H:%M" if 0 <= time.time() - seconds < LONG_AGO else "%Y-%m-%d"
     return time.strftime(pattern, time.localtime(seconds))
+
+
+# ---- asyncrl status ---------------------------------------------------------------------------------
+
+WRITING_SECONDS = 1.0  # Time for the processes to write their stacks
+CODES: Final[Mapping[State, int]] = {State.RUNNING: 0, State.DEAD: 1, State.FINISHED: 3, State.STOPPED: 4}
+"""Exit codes; with --watch a finished run is 0."""
+_CLEARED: Final = "\033[H\033[J"  # Clears a terminal
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusConfig(Bounded):
+    """Show what the processes of a run on this host are doing, also those that died: what they did last.
+
+    Exit code 0: it is running; 3: it finished; 4: it was stopped, or failed, before its last update; 1: it is
+    dead. With --watch 0: it finished.
+    """
+
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Folder of the run."""
+    stacks: bool = False
+    """Also make every living process append the stacks of its threads to RUN/processes/*.stacks."""
+    json: bool = False
+    """Print JSON: state, version, updates, processes and their threads; with
+    --watch an object a line."""
+    watch: bool = False
+    """Show it again and again until the run has ended."""
+    every: Annotated[float, AtLeast(0.05, "it counts seconds.", "Use 5.", highest=SECONDS)] = 5.0
+    """Seconds between two looks of --watch."""
+
+
+STATUS: Any = tyro.conf.FlagCreatePairsOff[StatusConfig]
+
+
+def status(arguments: list[str]) -> int:
+    """Print a row per thread; return the exit code of the run's state (`CODES`)."""
+    config: StatusConfig = tyro.cli(STATUS, args=arguments, prog="asyncrl status")
+    run = Path(config.run).expanduser()
+    state = _shown(run, config)
+    while config.watch and state is State.RUNNING:
+        time.sleep(config.every)  # Ended by the end of the run, or by Ctrl-C.
+        state = _shown(run, config)
+    if config.stacks and (files := process_status.dump_stacks(run)):
+        time.sleep(WRITING_SECONDS)
+        print("stacks: " + " ".join(map(str, files)), file=sys.stderr if config.json else sys.stdout)
+    return 0 if config.watch and state is State.FINISHED else CODES[state]
+
+
+def _shown(run: Path, config: StatusConfig) -> State:
+    processes = process_status.read(run)
+    if not processes and not is_run(run):
+        raise ConfigError(
+            f"{run} has no folder {process_status.FOLDER!r} with files: no run was started there."
+        )
+    if is_run(run):
+        summary = summarise(run)
+        state, head = summary.state, _headline(summary)
+    else:  # Processes of a run whose config.json is missing.
+        summary, head = None, ""
+        state = State.RUNNING if any(process.alive for process in processes) else State.DEAD
+    if config.json:
+        found = _as_dict(run, state, summary, processes)
+        print(json.dumps(found, indent=None if config.watch else 2), flush=True)
+        return state
+    cleared = config.watch and sys.stdout.isatty()
+    lines = [head] if head else []
+    lines += [line for process in processes for line in _lines(process, state)]
+    text = "\n".join([*lines, ""] if config.watch and not cleared else lines)
+    print(f"{_CLEARED if cleared else ''}{text}", flush=True)
+    return state
+
+
+def _headline(summary: RunSummary) -> str:
+    said = f"{summary.path.name}: {summary.state.value}, {summary.version} of {summary.updates} updates"
+    said += f" ({summary.problem})" * bool(summary.problem)
+    if summary.state is State.DEAD:
+        said += "; it ended without a word: killed, or its host went down"
+    if summary.state is State.STOPPED:
+        said += f"; why is in {summary.path / 'logs'}"
+    if (when := summary.last_row.get("time")) and type(when) in (int, float) and 0 < when < 2**32:
+        said += time.strftime("; last update %Y-%m-%d %H:%M:%S", time.localtime(when))
+    return said
+
+
+def _lines(process: Process, state: State) -> list[str]:
+    gone = "ended" if state in (State.FINISHED, State.STOPPED) else "dead"
+    lines = [f"{process.role:<12}{process.pid:>8}  {'alive' if process.alive else gone}"]
+    for activity in process.activities:
+        late = f", more than {activity.allowed:.0f} s" if activity.overdue else ""
+        since = f", {activity.seconds:.1f} s{late}" if process.alive else ""  # What is over grows no older.
+        lines.append(f"    {activity.thread:<20}{activity.what}{since}")
+    return lines
+
+
+def _as_dict(run: Path, state: State, summary: RunSummary | None, processes: list[Process]) -> dict[str, Any]:
+    names = ("version", "updates", "imagined_success", "true_success")
+    rows = [
+        {
+            **{name: getattr(process, name) for name in ("role", "pid", "alive")},
+            "threads": [asdict(thread) | {"overdue": thread.overdue} for thread in process.activities],
+        }
+        for process in processes
+    ]
+    return {
+        **{"run": str(run), "time": round(time.time(), 3), "state": state.value},
+        **{name: getattr(summary, name, None) for name in names},
+        "processes": rows,
+    }

@@ -107,11 +107,9 @@ def main(arguments: list[str]) -> int:
     if os.environ.get("RANK", "0") == "0":
         # The first sign of life: importing torch and loading models takes seconds.
         print(f"asyncrl {__version__}: loads world {config.world} and policy {config.policy}", flush=True)
-    if config.inline:
-        from asyncrl.launch.inline import run
-    else:
-        from asyncrl.launch.rank import run
-    return run(config)
+    from asyncrl.launch import rank
+
+    return rank.run_inline(config) if config.inline else rank.run(config)
 
 
 def read_settings(arguments: list[str], help_text: ShortHelp = TRAIN) -> TrainConfig:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from asyncrl.errors import ConfigError
 from asyncrl.facts import plain_task
 from asyncrl.observability.terminal import progress
-from asyncrl.rewards.libero_tasks import SUITES
+from asyncrl.simulators.libero.tasks import INSTRUCTIONS
 from asyncrl.simulators.tabletop.scene import TASKS
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from asyncrl.simulators.pool import SimulatorPool
     from asyncrl.simulators.rollout import Act, Observations, Play, SimulatedEpisode
 
-_TASKS = {"tabletop": frozenset(TASKS), **{suite: frozenset(tasks) for suite, tasks in SUITES.items()}}
+_TASKS = {"tabletop": frozenset(TASKS), **{suite: frozenset(tasks) for suite, tasks in INSTRUCTIONS.items()}}
 
 
 @dataclass(frozen=True, kw_only=True)

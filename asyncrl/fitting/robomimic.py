@@ -23,10 +23,9 @@ from asyncrl.fitting.data_sets import DataSet, check_numbers, place_picture
 from asyncrl.fitting.recording_files import UNREADABLE, Looks
 from asyncrl.fitting.settings import NONE, DataSetSettings
 from asyncrl.records import ACTION_DIM
-from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.simulators.interface import SimStart, hand_pose
 from asyncrl.simulators.libero.scene import OPEN, quaternion_of
-from asyncrl.simulators.libero.tasks import instruction
+from asyncrl.simulators.libero.tasks import INSTRUCTIONS, SUITES, instruction
 from asyncrl.simulators.rollout import SimulatedEpisode
 from asyncrl.storage.untrusted import dataset_in, group_in, open_hdf5, parse_json
 
@@ -41,7 +40,7 @@ LIBERO_NUMBERS: Final = {
     "libero_goal": (0, 3, 5, 8, 1, 4, 6, 9, 2, 7),
     "libero_10": (5, 8, 7, 0, 1, 3, 4, 6, 9, 2),
 }
-"""The benchmark's number of each task in `SUITES`, whose order is that of the published reward models."""
+"""The benchmark's number of each task in `INSTRUCTIONS`, which has another order."""
 
 
 def holds_libero(file: h5py.File) -> bool:
@@ -302,7 +301,7 @@ def open_libero(paths: Sequence[Path], simulator: str, cameras: Sequence[str]) -
     for file in files:
         file.looks, file.first_seed = replace(file.looks, simulator=suite), seed
         if suite in LIBERO_NUMBERS:
-            file.task_id = LIBERO_NUMBERS[suite][SUITES[suite].index(file.instruction)]
+            file.task_id = LIBERO_NUMBERS[suite][INSTRUCTIONS[suite].index(file.instruction)]
         seed += len(file.demos)
     return files
 
@@ -310,12 +309,12 @@ def open_libero(paths: Sequence[Path], simulator: str, cameras: Sequence[str]) -
 def _suite_of(files: Sequence[LiberoFile], simulator: str) -> str:
     tasks = {file.instruction for file in files}
     # The 90 tasks of libero_90 have 74 instructions: a file does not tell its task's number.
-    if simulator and simulator not in (known := (*SUITES, "libero_90")):
-        near = difflib.get_close_matches(simulator, known, n=1, cutoff=0.0)[0]
+    if simulator and simulator not in SUITES:
+        near = difflib.get_close_matches(simulator, SUITES, n=1, cutoff=0.0)[0]
         raise ConfigError(f"--simulator {simulator} is no suite of LIBERO; the nearest is {near}.")
-    homes = [name for name, own in SUITES.items() if tasks <= set(own)]
-    if simulator in SUITES and simulator not in homes:
-        unknown = sorted(tasks - set(SUITES[simulator]))[0]
+    homes = [name for name, own in INSTRUCTIONS.items() if tasks <= set(own)]
+    if simulator in INSTRUCTIONS and simulator not in homes:
+        unknown = sorted(tasks - set(INSTRUCTIONS[simulator]))[0]
         raise ConfigError(
             f"--simulator {simulator} has no task {unknown!r}. Leave it out, or name the suite of these "
             "files."
@@ -323,7 +322,7 @@ def _suite_of(files: Sequence[LiberoFile], simulator: str) -> str:
     folders = {file.path.resolve().parent.name for file in files}
     if simulator or len(homes) == 1:
         return simulator or homes[0]
-    if len(folders) == 1 and (folder := folders.pop()).startswith("libero_") and folder not in SUITES:
+    if len(folders) == 1 and (folder := folders.pop()).startswith("libero_") and folder not in INSTRUCTIONS:
         return folder
     raise ConfigError(
         f"The suite of these demonstrations does not follow from their tasks ({sorted(tasks)[0]!r}, ...) and "

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from asyncrl.config.run import TrainConfig
-from asyncrl.errors import RunError
+from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch import endpoints
 from asyncrl.launch.children import REPLAY, ChildProcesses, log_errors
 from asyncrl.launch.followers import follow, spawn_actor, spawn_role
@@ -242,3 +242,53 @@ def _train(
                 for end in (port.stop, publisher.close, end_children, port.close):
                     log_errors(end, partial(print, file=sys.stderr))
     return learner
+
+
+# ---- all roles in one process ----------------------------------------------------------------------
+
+
+def run_inline(asked: TrainConfig) -> int:
+    """Train without a child process or a socket, in turns: the learner's wait is the actor's time to imagine.
+
+    So the lag is exactly --replay.max-lag once that many batches are ahead, and a run repeats itself exactly.
+    """
+    from asyncrl.launch import build, console
+    from asyncrl.launch.environment import build_actor, open_backend
+    from asyncrl.launch.named_models import build_policy
+    from asyncrl.launch.roles import open_run_replay
+    from asyncrl.replay.inline_ports import InProcessLearnerPort
+    from asyncrl.weights.transports.in_process import build_in_process
+
+    if (ranks := read_job().size) > 1:
+        raise ConfigError(f"--inline is one process, but torchrun started {ranks}. Leave --inline out.")
+    raise_limit()
+    with steady_console(), StopFlag().listening() as stop:
+        build.check_resumed(asked)
+        console.check_sinks(asked)
+        device = build.use_device(asked)
+        models = build.load_models(asked, device)
+        config = models.config
+        backend, starts = open_backend(config, build_policy(config, device))
+        start = build.start_run(models)
+        process_status.publish_as(start.run_dir, "inline")
+        publisher, receiver = build_in_process(device)
+        replay = open_run_replay(start.run_dir / run_folder.REPLAY, config, episodes=start.episodes)
+        # Before the actor introduces itself: groups an earlier one left open are the resume's to give up.
+        port = InProcessLearnerPort(replay, version=start.version, imagine=lambda: actor.step(0.0))
+        actor = build_actor(config, "inline", backend, starts, port.actor_port(), receiver)
+        with logged_to(start.run_dir / "logs" / "inline.log"), console.opened_log(config, start) as log:
+            console.introduce(log, asked, models, start, "1 process (inline)")
+            try:
+                with build.learner_group(config, Job(), 1, device) as ranks:
+                    stopping, write = (lambda: stop.requested), log.write
+                    learner = build.build_learner(
+                        config, start, port, publisher, write, ranks, stop_requested=stopping
+                    )
+                    with console.failure_noted(config, start.run_dir, learner):
+                        learner.run()
+            finally:
+                backend.close()
+                port.close()
+                start.lock.release()
+            log.banner(console.final_summary(config, start.run_dir, learner.early_end, start.tasks))
+    return 0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from asyncrl.devices.streams import CudaGraphed
+from asyncrl.devices.tensors import CudaGraphed
 from asyncrl.errors import ConfigError
 from asyncrl.policies.action_tokens import SampledTokens
 from asyncrl.policies.interface import Policy, PolicyInputs, SamplingParams

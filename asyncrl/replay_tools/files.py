@@ -1,24 +1,28 @@
-"""Run `asyncrl replay verify` and `prune`: check a replay's files, and delete those that are not needed."""
+"""Run `asyncrl replay verify`, `prune` and `export`: check, delete and export the groups of a replay."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from asyncrl.config.bounds import AtLeast
-from asyncrl.errors import ReplayError
+from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.records import Episode
 from asyncrl.replay.admission import problem_with
 from asyncrl.replay.events import Dropped, Used
 from asyncrl.replay.group_file import GroupFile, read_group, read_group_file
 from asyncrl.replay.store import PATTERN, file_name
+from asyncrl.replay_tools import episodes
 from asyncrl.replay_tools.episodes import GroupOutcomes, ReplayCommand, read_outcomes, sound, warn, watched
+from asyncrl.replay_tools.lerobot_writer import write_lerobot
+from asyncrl.replay_tools.samples import Rate, Samples, samples_of, write_robomimic
 from asyncrl.storage import run_owner
 from asyncrl.storage.assets import kept
-from asyncrl.storage.atomic import flush
+from asyncrl.storage.atomic import flush, unfinished
 from asyncrl.storage.untrusted import take_lock
 
 
@@ -161,3 +165,58 @@ def locked(folder: Path) -> Iterator[None]:
         raise ReplayError(
             f"{folder} cannot be changed: {error}. Run it as the owner of the folder."
         ) from None
+
+
+KEEP = "--replay.keep-video-every 1 in training keeps that of every group; --rate decision needs none"
+NEEDED = (*episodes.LIGHT, "frames", "actions", "video", "more_frames", "states")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export(episodes.EpisodeSelection):
+    """Write episodes as a robomimic HDF5 file or a LeRobot v3 folder.
+
+    One sample per step needs the video of an episode, which training keeps of every 16th group
+    (--replay.keep-video-every; 1: of all). One per decision needs none.
+    """
+
+    format: Literal["robomimic", "lerobot"]
+    """The layout; lerobot needs the extra `lerobot`."""
+    out: Path
+    """A new file ending in .h5 or .hdf5 for robomimic, a new folder for lerobot."""
+    rate: Rate = "step"
+    """One sample per step, from episodes whose video was kept; or one per decision, from every episode, with
+    all cameras and the robot's state."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.out.exists():
+            raise ConfigError(f"--out {self.out} exists already. Remove it, or choose another name.")
+        if (part := unfinished(self.out)).exists():
+            raise ConfigError(f"{part} is left from an export that was interrupted. Remove it first.")
+        if not self.out.parent.is_dir():
+            raise ConfigError(f"--out {self.out} is not in an existing folder. Make {self.out.parent} first.")
+        if self.format == "robomimic" and self.out.suffix.lower() not in (".h5", ".hdf5"):
+            raise ConfigError(f"--out {self.out} must end in .h5 or .hdf5 for robomimic.")
+
+    def run(self) -> int:
+        """Write the data set and print its contents, and what was left out."""
+        write = write_robomimic if self.format == "robomimic" else write_lerobot
+        # Nothing is created for nothing: the first episode is looked for before the output is opened.
+        if not any(True for _ in self._samples(Counter())):
+            video, remedy = (" and whose video was kept", f" {KEEP}") if self.rate == "step" else ("", "")
+            raise ConfigError(f"{self.path} holds no episode that fits{video}. Widen the flags.{remedy}")
+        counts = Counter[str]()
+        samples = write(self.out, self._samples(counts), self.rate)
+        print(f"{self.out}: {counts['taken']} episodes, {samples} samples, one per {self.rate}")
+        if left_out := counts["left out"]:
+            print(f"left out: {left_out} episodes, whose video was not kept. {KEEP}")
+        return 0
+
+    def _samples(self, counts: Counter[str]) -> Iterator[tuple[episodes.StoredEpisode, Samples]]:
+        for row in self.rows(NEEDED):
+            samples = samples_of(row.episode, self.rate)
+            if samples is None:
+                counts["left out"] += 1
+                continue
+            counts["taken"] += 1
+            yield row, samples

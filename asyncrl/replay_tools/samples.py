@@ -1,17 +1,29 @@
-"""Cut stored episodes into the samples of a data set for imitation learning, one per step or per decision."""
+"""Cut stored episodes into samples for imitation learning, one per step or decision; write robomimic's file.
+
+docs/replay_inspection.md describes it. There are no simulator states and no next_obs: robomimic can train
+from it, but not replay it.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Literal
 
+import h5py
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.records import Episode
+from asyncrl.replay_tools.episodes import StoredEpisode
+from asyncrl.storage.atomic import replacing
 
 Rate = Literal["step", "decision"]
+GYM: Final = 2  # robomimic's EnvType.GYM_TYPE; the environment itself cannot be made from the file
+
 STEPS_PER_SECOND: Final = 20  # A step is 0.05 s of the environment's time
 
 
@@ -78,3 +90,41 @@ def samples_of(episode: Episode, rate: Rate) -> Samples | None:
         dones=dones,
         successes=dones & episode.success,
     )
+
+
+def write_robomimic(out: Path, episodes: Iterable[tuple[StoredEpisode, Samples]], rate: Rate) -> int:
+    """Write the episodes, one demonstration each; return the number of their samples."""
+    total, names = 0, {True: list[bytes](), False: list[bytes]()}
+    with replacing(out) as part, h5py.File(part, "w", locking=False) as file:
+        data = file.create_group("data")
+        for number, (row, samples) in enumerate(episodes):
+            _put_episode(data.create_group(f"demo_{number}"), row, samples)
+            total += len(samples.actions)
+            names[row.episode.success].append(f"demo_{number}".encode())
+        data.attrs["total"] = total
+        made = {"sample": rate, "steps_per_second": STEPS_PER_SECOND}
+        about = {"env_name": "asyncrl", "type": GYM, "env_kwargs": made}
+        data.attrs["env_args"] = json.dumps(about)
+        mask = file.create_group("mask")
+        for success, name in ((True, "success"), (False, "failure")):
+            mask.create_dataset(name, data=np.array(names[success], "S"))
+    return total
+
+
+def _put_episode(group: h5py.Group, row: StoredEpisode, samples: Samples) -> None:
+    episode = row.episode
+    group.attrs["num_samples"] = len(samples.actions)
+    for name in ("episode_id", "task", "success", "world_version"):
+        group.attrs[name] = getattr(episode, name)
+    group.attrs["group_number"] = row.number
+    group.attrs["policy_version"] = episode.oldest_version
+    group.create_dataset("obs/agentview_image", data=samples.images)
+    for camera in range(samples.more_images.shape[1]):
+        group.create_dataset(f"obs/{camera_name(camera)}_image", data=samples.more_images[:, camera])
+    if samples.states.shape[1]:
+        group.create_dataset("obs/robot_state", data=samples.states)
+    group.create_dataset("actions", data=samples.actions)
+    if samples.chunks.size:
+        group.create_dataset("actions_chunk", data=samples.chunks)
+    group.create_dataset("rewards", data=samples.rewards)
+    group.create_dataset("dones", data=samples.dones.astype(np.int64))

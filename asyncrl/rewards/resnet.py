@@ -29,7 +29,7 @@ from asyncrl.devices.tensors import to_device, to_signed
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.facts import check_instructions
 from asyncrl.records import ModelSummary
-from asyncrl.rewards.libero_tasks import GROUPS, LONG, LONG_GROUPS, SUITES, suite_of
+from asyncrl.simulators.libero.tasks import INSTRUCTIONS
 from asyncrl.storage.atomic import read_json, write_json
 from asyncrl.storage.tensor_files import TensorFiles, check_fit, fill, write_tensors
 from asyncrl.storage.untrusted import Typed, check_types, files_in
@@ -42,6 +42,10 @@ _EMBEDDING: Final = "task_embedding.weight"
 _FUSION: Final = "fusion_layer.0.weight"
 _STAGES: Final = ("0.0", "2.0.conv1", "3.0.conv1", "4.0.conv1")
 """Layers of the trunk whose channels are those of the four stages."""
+LONG: Final = "libero_10"
+GROUPS: Final = tuple(f"group_{number}" for number in range(1, 7))
+"""Folders of the networks that judge LIBERO-Long together."""
+LONG_GROUPS: Final = (5, 2, 1, 1, 1, 3, 4, 4, 6, 2)  # Group number of each task of LIBERO-Long, by id.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +233,7 @@ class GroupedReward:
     def __init__(self, models: Mapping[str, ResNetReward]) -> None:
         self.models = dict(models)
         self._group = {
-            task: GROUPS[number - 1] for task, number in zip(SUITES[LONG], LONG_GROUPS, strict=True)
+            task: GROUPS[number - 1] for task, number in zip(INSTRUCTIONS[LONG], LONG_GROUPS, strict=True)
         }
 
     @property
@@ -287,6 +291,24 @@ def open_reward(folder: Path, tasks: Collection[str] = ()) -> dict[str, RewardFi
                 "are distinguished by their numbers. Download it again."
             )
     return files
+
+
+def suite_of(tasks: Collection[str]) -> str:
+    """Return the name of the suite that all `tasks` belong to."""
+    homes = {task: name for name, instructions in INSTRUCTIONS.items() for task in instructions}
+    if unknown := sorted(set(tasks) - homes.keys()):
+        raise CheckpointError(
+            f"the reward model was fitted on tasks of one LIBERO suite, and {unknown[0]!r} is an instruction "
+            f"of none ({', '.join(INSTRUCTIONS)}). Use --start-states of one suite, with its exact "
+            "instructions."
+        )
+    suites = sorted({homes[task] for task in tasks})
+    if len(suites) != 1:
+        raise CheckpointError(
+            "the reward model was fitted on tasks of one LIBERO suite, and the start states are of "
+            f"{' and '.join(suites) or 'none'}. Use --start-states of the suite of --world."
+        )
+    return suites[0]
 
 
 def _open_own(folder: Path) -> RewardFiles:
@@ -357,7 +379,7 @@ def _recognised(weights: TensorFiles, tasks: Collection[str]) -> RewardFiles:
         normed = any(".shortcut." in name for name in shapes)
         config = replace(config, normed_shortcut=normed)
         return RewardFiles(weights=weights, config=config, rounded=not normed)
-    suite, embed_dim, hidden_dim = SUITES[suite_of(tasks)], shapes[_EMBEDDING][1], shapes[_FUSION][0]
+    suite, embed_dim, hidden_dim = INSTRUCTIONS[suite_of(tasks)], shapes[_EMBEDDING][1], shapes[_FUSION][0]
     config = replace(config, tasks=suite, embed_dim=embed_dim, hidden_dim=hidden_dim)
     return RewardFiles(weights=weights, config=config, rounded=True)
 

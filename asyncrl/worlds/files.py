@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from asyncrl import registry
 from asyncrl.config.sections import ImaginationSettings, WorldDefaults
-from asyncrl.devices.float8 import check_device, saved_bytes, use_float8
-from asyncrl.devices.streams import CudaGraphed
+from asyncrl.devices.tensors import CudaGraphed
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.records import ACTION_DIM, ActionSpec, ModelSummary, SlotBytes
 from asyncrl.storage.atomic import copy_others, read_json, replacing, write_json
 from asyncrl.storage.tensor_files import INDEX, TensorFiles, check_fit, fill, header_names
 from asyncrl.storage.untrusted import check_types, files_in
 from asyncrl.worlds.interface import State
+from asyncrl.worlds.layers import check_float8, saved_by_float8, use_float8
 from asyncrl.worlds.slots import imagine_full
 
 ABOUT: Final = "world.json"  # In folders that asyncrl wrote, not in published ones.
@@ -231,14 +231,14 @@ class LatentWorldFolder(WorldFolder):
             for name, parameter in network.named_parameters():
                 nbytes += parameter.numel() * (torch.float32 if name in exact else self.dtype).itemsize
         if self.settings.precision == "float8":
-            nbytes -= sum(saved_bytes(getattr(networks[0], name), self.dtype) for name in self.FLOAT8)
+            nbytes -= sum(saved_by_float8(getattr(networks[0], name), self.dtype) for name in self.FLOAT8)
         return nbytes
 
     def load(self, device: torch.device, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
         """Load the networks for inference, one tensor at a time; see `FolderWorld.from_files`."""
         float8 = self.FLOAT8 if self.settings.precision == "float8" else ()
         if float8:
-            check_device(device)
+            check_float8(device)
         if not self.SPARE_TENSORS:
             self.check()
         transformer, vae = self.build()

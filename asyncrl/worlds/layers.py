@@ -1,4 +1,4 @@
-"""Networks that several kinds of worlds share: a frame autoencoder, attention between few frames, waves.
+"""Networks that several kinds of worlds share: frame autoencoder, attention of few frames, waves, 8 bits.
 
 The autoencoder is Stable Diffusion's, by diffusers, and takes each frame by itself. A latent is the mean of
 what the encoder returns, times the scale: published training took a random sample instead, which would make a
@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from asyncrl.errors import ConfigError
 from asyncrl.storage.untrusted import Typed
 
 
@@ -162,3 +163,79 @@ def sinusoid(times: Tensor, channels: int) -> Tensor:
     rates = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device=times.device) / half)
     angles = times.double().unsqueeze(-1) * rates
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+# ---- 8-bit products ------------------------------------------------------------------------------
+# Linear layers that are not trained. Weights are rounded once, per output channel; the input at every call,
+# per row, so slots are independent. The largest magnitude of each becomes that of e4m3 (arXiv 2209.05433).
+# K, N: features into and out of the layer.
+
+FLOAT8: Final = torch.float8_e4m3fn
+FLOAT8_LARGEST: Final = torch.finfo(FLOAT8).max
+FLOAT8_SMALLEST: Final = 1e-30  # Least magnitude of a row: below any gradient; its scale is not flushed to 0
+FLOAT8_ALIGNMENT: Final = 16  # Divides the widths that GPUs can multiply
+FLOAT8_CAPABILITY: Final = (8, 9)  # Least compute capability with 8-bit products: Ada and Hopper
+
+
+def check_float8(device: torch.device) -> None:
+    """Raise ConfigError if a GPU has no 8-bit products; CPUs have slow ones."""
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < FLOAT8_CAPABILITY:
+        raise ConfigError(
+            f"--imagination.precision is float8, but {torch.cuda.get_device_name(device)} has compute "
+            f"capability {found[0]}.{found[1]} and no 8-bit products: these begin with "
+            f"{FLOAT8_CAPABILITY[0]}.{FLOAT8_CAPABILITY[1]} (L40, H100). Use --imagination.precision stored."
+        )
+
+
+def to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round rows ``[N, K]`` to e4m3, with their scales ``[N, 1]`` float32. A row with a NaN is all NaN."""
+    scale = x.abs().amax(dim=1, keepdim=True).float().clamp(min=FLOAT8_SMALLEST) / FLOAT8_LARGEST
+    return (x.float() / scale).to(FLOAT8), scale
+
+
+def float8_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Round rows ``[..., K]``, multiply with e4m3 weights ``[N, K]`` (contiguous) and `scale` ``[1, N]``."""
+    rows, of_rows = to_float8(x.flatten(0, -2))
+    if rows.device.type == "cpu":  # 8 bits are no faster there.
+        y = (rows.float() @ weight.float().T * of_rows * scale).bfloat16()
+    else:  # `torch.nn.functional.scaled_mm` cannot be compiled with every supported torch.
+        y = torch.ops.aten._scaled_mm(rows, weight.T, of_rows, scale, out_dtype=torch.bfloat16)
+    return y.to(x.dtype).unflatten(0, x.shape[:-1])
+
+
+class Float8Linear(nn.Module):
+    """A linear layer with rounded weights."""
+
+    weight: Tensor  # [N, K] e4m3
+    scale: Tensor  # [1, N] float32
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight, scale = to_float8(linear.weight.detach())
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale.T.contiguous())
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[..., K]`` to ``[..., N]``, in the dtype of `x`, rounded to bfloat16."""
+        y = float8_product(x, self.weight, self.scale)
+        return y if self.bias is None else y + self.bias
+
+
+def fits_float8(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return True if a layer is linear, with widths that GPUs multiply."""
+    return type(layer) is nn.Linear and not any(n % FLOAT8_ALIGNMENT for n in layer.weight.shape)
+
+
+def use_float8(network: nn.Module) -> None:
+    """Replace the fitting linear layers of a network by rounded ones."""
+    for parent in list(network.modules()):
+        for name, layer in list(parent.named_children()):
+            if fits_float8(layer):
+                setattr(parent, name, Float8Linear(layer))
+
+
+def saved_by_float8(network: nn.Module, dtype: torch.dtype) -> int:
+    """Return the bytes that `use_float8` saves in a network with weights of `dtype`."""
+    layers = [layer for layer in network.modules() if fits_float8(layer)]
+    return sum(x.weight.numel() * (dtype.itemsize - 1) - 4 * x.out_features for x in layers)

@@ -16,7 +16,7 @@ from asyncrl.actors.imagination import wait_for
 from asyncrl.config.sections import ActorSettings
 from asyncrl.devices import streams
 from asyncrl.devices.offload import NO_OFFLOAD
-from asyncrl.devices.streams import DeviceEvent
+from asyncrl.devices.tensors import DeviceEvent
 from asyncrl.episode_layout import episode_arrays
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.observability import metrics_system as m

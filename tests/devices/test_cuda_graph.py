@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncrl.devices.streams import CudaGraphed
+from asyncrl.devices.tensors import CudaGraphed
 
 pytestmark = pytest.mark.gpu
 

@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 from torch import nn
 
 from asyncrl.config.sections import ImaginationSettings
-from asyncrl.devices.float8 import Float8Linear, check_device, fits, quantise, saved_bytes, use_float8
 from asyncrl.errors import ConfigError
 from asyncrl.launch.conformance import check_world
 from asyncrl.records import CHUNK
 from asyncrl.storage.assets import start_states_path, world_folder
+from asyncrl.worlds import layers
 from asyncrl.worlds.evac.world import EvacWorld
 from asyncrl.worlds.files import world_class
+from asyncrl.worlds.layers import Float8Linear, check_float8, fits_float8, saved_by_float8, use_float8
 from asyncrl.worlds.opensora.world import save_world
 from asyncrl.worlds.start_states import load_start_states
 from support.opensora import NANO, nano_world
@@ -64,7 +65,7 @@ def test_a_product_is_that_of_rounded_rows_scaled_back() -> None:
 
 def test_largest_and_smallest_numbers_stay_finite() -> None:
     x = torch.tensor([[3e38, -1.0, 0.0], [1e-30, 0.0, -1e-30], [0.0, 0.0, 0.0]])
-    rounded, scale = quantise(x)
+    rounded, scale = layers.to_float8(x)
     back = rounded.float() * scale
     assert back.isfinite().all()
     assert back[0, 0] == pytest.approx(3e38, rel=1e-5)
@@ -74,8 +75,8 @@ def test_largest_and_smallest_numbers_stay_finite() -> None:
 def test_only_linear_layers_that_fit_are_rounded_and_half_of_their_bytes_go() -> None:
     odd, wide = nn.Linear(32, 7), nn.Linear(32, 64, dtype=torch.bfloat16)
     network = nn.Sequential(wide, nn.LayerNorm(64), nn.ModuleDict({"inner": odd}))
-    assert (fits(wide), fits(odd), fits(network[1])) == (True, False, False)
-    before, expected = nbytes(network), saved_bytes(network, torch.bfloat16)
+    assert (fits_float8(wide), fits_float8(odd), fits_float8(network[1])) == (True, False, False)
+    before, expected = nbytes(network), saved_by_float8(network, torch.bfloat16)
     use_float8(network)
     assert type(network[0]) is Float8Linear
     assert isinstance(network[2], nn.ModuleDict)
@@ -121,4 +122,4 @@ def test_what_cannot_be_rounded_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     with pytest.raises(ConfigError, match=r"A100 has compute capability 8.0 and no 8-bit products"):
-        check_device(torch.device("cuda"))
+        check_float8(torch.device("cuda"))

@@ -11,7 +11,6 @@ from torch import nn
 
 from asyncrl.config.run import TrainConfig, load_file
 from asyncrl.config.sections import LearnerSettings, LoraSettings
-from asyncrl.devices.float8 import saved_bytes
 from asyncrl.doctor.checks import Sizes
 from asyncrl.doctor.gpus import rank_needs
 from asyncrl.doctor.host import placement_of
@@ -23,7 +22,7 @@ from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import new_policy
 from asyncrl.records import SlotBytes
 from asyncrl.worlds.evac.conditions import EvacNetworks, estimate_slot
-from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
+from asyncrl.worlds.layers import FrameVae, FrameVaeConfig, saved_by_float8
 from asyncrl.worlds.opensora.files import slot_bytes
 from asyncrl.worlds.opensora.stdit3 import STDiT3, STDiT3Config
 from asyncrl.worlds.wan.files import slot_bytes as wan_slot_bytes
@@ -57,7 +56,7 @@ def policy_of(lora: LoraSettings, precision: Any) -> Any:
 
 def wan(config: TrainConfig) -> tuple[int, SlotBytes]:
     vae, transformer = WanVae(WanVaeConfig.full()), ActionWanTransformer(TransformerConfig.full())
-    rounded = saved_bytes(transformer.blocks, torch.bfloat16)
+    rounded = saved_by_float8(transformer.blocks, torch.bfloat16)
     nn.Module.to(vae, torch.bfloat16)  # diffusers' own `to` warns
     saved = rounded if config.imagination.precision == "float8" else 0
     return weight_bytes(transformer, vae) - saved, wan_slot_bytes(vae, SIDE, "frames")

@@ -21,8 +21,8 @@ from asyncrl.evaluation.success_rate import (
     summarise,
 )
 from asyncrl.records import dummy_action
-from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.simulators.interface import SimStart, SimulatorSource
+from asyncrl.simulators.libero.tasks import INSTRUCTIONS
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import (
     HELD_OUT,
@@ -259,11 +259,11 @@ def test_a_result_is_plain_values() -> None:
 
 
 def test_tasks_of_one_simulator_lead_to_it_and_others_nowhere() -> None:
-    for suite, tasks in SUITES.items():
+    for suite, tasks in INSTRUCTIONS.items():
         assert simulator_of_tasks(tasks) == suite
         assert simulator_of_tasks([tasks[3].capitalize() + "."]) == suite, "however they are written"
     assert simulator_of_tasks(TABLE_TASKS[2:4]) == "tabletop"
-    for foreign in ("fold the towel", SUITES["libero_goal"][0]):
+    for foreign in ("fold the towel", INSTRUCTIONS["libero_goal"][0]):
         assert simulator_of_tasks([TABLE_TASKS[0], foreign]) == ""
     assert simulator_of_tasks([]) == ""
 
@@ -284,7 +284,7 @@ def test_only_the_chosen_tasks_have_to_be_read_and_no_flag_is_named_that_a_comma
 
 def test_a_simulator_that_lacks_a_task_is_refused_with_the_one_that_has_them() -> None:
     with pytest.raises(ConfigError) as error:
-        refuse_foreign_tasks(TABLE_TASKS, SUITES["libero_goal"], "libero_goal", "Name one.")
+        refuse_foreign_tasks(TABLE_TASKS, INSTRUCTIONS["libero_goal"], "libero_goal", "Name one.")
     assert "no task of libero_goal" in str(error.value)
     assert str(error.value).endswith("tabletop has them. Name one.")
     with pytest.raises(ConfigError, match=r"'fold the towel', which is no task .* Name one\.$"):

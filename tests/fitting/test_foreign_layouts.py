@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.commands.recordings import main as recordings_command
+from asyncrl.commands.collect import recordings as recordings_command
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.robomimic import LIBERO_CAMERAS, LIBERO_NUMBERS, open_libero
 from asyncrl.fitting.sources import import_data_sets, load_recordings
 from asyncrl.records import dummy_action
-from asyncrl.rewards.libero_tasks import SUITES
+from asyncrl.simulators.libero.tasks import INSTRUCTIONS
 from asyncrl.worlds.evac.poses import rotation
 
-TASK = SUITES["libero_goal"][3]
+TASK = INSTRUCTIONS["libero_goal"][3]
 
 
 def write_libero(
@@ -73,7 +73,7 @@ def test_imported_tasks_have_the_benchmarks_numbers() -> None:
     )
     for suite, numbers in LIBERO_NUMBERS.items():
         named = [tasks.instruction(name) for name in tasks.task_names(suite)]
-        assert [named[number] for number in numbers] == list(SUITES[suite])
+        assert [named[number] for number in numbers] == list(INSTRUCTIONS[suite])
 
 
 def test_demonstrations_of_libero_90_have_no_numbers_and_are_told_apart_by_their_files(tmp_path) -> None:
@@ -152,7 +152,7 @@ def test_a_suite_that_is_not_known_is_the_folders_name_or_must_be_said(tmp_path:
 
 @pytest.mark.parametrize("missing", ["data/demo_10/obs/agentview_rgb", "data/demo_10/actions", "data"])
 def test_a_file_that_lacks_something_is_named_and_nothing_is_written(tmp_path: Path, missing: str) -> None:
-    good, bad = write_libero(tmp_path / "a"), write_libero(tmp_path / "b", SUITES["libero_goal"][4])
+    good, bad = write_libero(tmp_path / "a"), write_libero(tmp_path / "b", INSTRUCTIONS["libero_goal"][4])
     with h5py.File(bad, "a") as file:
         del file[missing]
     with pytest.raises(ConfigError, match="there is no") as refused:

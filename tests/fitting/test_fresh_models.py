@@ -31,7 +31,7 @@ from asyncrl.policies.openvla.export import convert
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, load_policy
 from asyncrl.policies.openvla.preprocess import WORDS, build_word_tokenizer, words_for
 from asyncrl.records import dummy_action
-from asyncrl.rewards.libero_tasks import SUITES
+from asyncrl.simulators.libero.tasks import INSTRUCTIONS
 from asyncrl.simulators.tabletop.scene import TASKS
 from asyncrl.storage.atomic import read_json
 from support.recorded import KITCHEN, recorded_spec, recordings_of, write_recorded
@@ -154,9 +154,9 @@ def test_the_shipped_policys_tokenizer_is_what_tabletop_still_gives() -> None:
     assert fresh.to_str() == (assets / "tokenizer.json").read_text()
 
 
-@pytest.mark.parametrize("suite", sorted(SUITES))
+@pytest.mark.parametrize("suite", sorted(INSTRUCTIONS))
 def test_each_of_a_suites_instructions_has_a_prompt_of_its_own(suite: str) -> None:
-    tasks = SUITES[suite]
+    tasks = INSTRUCTIONS[suite]
     policy = fresh_policy("tiny", recorded(tasks=tasks), "none")
     prompts = {policy.tokenizer.ids(task) for task in tasks}
     assert len(prompts) == len(tasks) == 10

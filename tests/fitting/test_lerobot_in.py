@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from asyncrl.commands.recordings import main as recordings_command
+from asyncrl.commands.collect import recordings as recordings_command
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.recording_files import read_part
 from asyncrl.fitting.settings import DataSetSettings

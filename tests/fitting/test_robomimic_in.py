@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 import pytest
 
-from asyncrl.commands.recordings import main as recordings_command
+from asyncrl.commands.collect import recordings as recordings_command
 from asyncrl.commands.replay import main as replay_command
 from asyncrl.errors import AssetError, ConfigError
 from asyncrl.fitting.settings import DataSetSettings

@@ -19,7 +19,7 @@ from asyncrl.launch.evaluator import EvaluatorProcess, VersionPlayer, plan
 from asyncrl.launch.named_models import settings_of_run
 from asyncrl.observability import metrics_training as m
 from asyncrl.records import ActionSpec
-from asyncrl.rewards.libero_tasks import SUITES
+from asyncrl.simulators.libero.tasks import INSTRUCTIONS
 from asyncrl.simulators.rollout import HELD_OUT, evaluation_plays
 from asyncrl.simulators.tabletop.scene import TASKS
 from support.simulated import COUNTING
@@ -89,7 +89,7 @@ def test_the_plan_plays_all_tasks_from_starts_that_neither_training_nor_evaluate
     [
         (
             "tabletop",
-            SUITES["libero_goal"][0],
+            INSTRUCTIONS["libero_goal"][0],
             r"but .* libero_goal has them\. Name one: --evaluation.simulator",
         ),
         ("", "fold the towel", r"but no built-in simulator has the tasks .*'fold the towel'.*Name one"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl import cli
-from asyncrl.commands.status import _lines
+from asyncrl.commands.runs import _lines
 from asyncrl.observability import process_status
 from asyncrl.storage import run_owner
 from asyncrl.storage.run_folder import State

@@ -11,10 +11,9 @@ import pytest
 from asyncrl.commands.replay import main as run_inspection
 from asyncrl.records import EndReason, Episode
 from asyncrl.replay.store import EpisodeStore
-from asyncrl.replay_tools.export_episodes import samples_of
 from asyncrl.replay_tools.lerobot_writer import level_counts, picture_statistics
 from asyncrl.replay_tools.pictures import movie_of
-from asyncrl.replay_tools.samples import Rate
+from asyncrl.replay_tools.samples import Rate, samples_of
 from support.episodes import make_episode, simulated
 from support.recorded_run import IDS, IMAGE, episode_of, open_store
 

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.launch.named_models import named_reward
+from asyncrl.rewards import resnet
 from asyncrl.rewards.interface import deciding_step
-from asyncrl.rewards.libero_tasks import GROUPS, LONG_GROUPS, SUITES
 from asyncrl.rewards.resnet import GroupedReward, ResNetReward, RewardConfig, RewardNetwork, open_reward
+from asyncrl.simulators.libero.tasks import INSTRUCTIONS
 from support.pth import write_pth
 
-LONG = SUITES["libero_10"]
-SPATIAL = SUITES["libero_spatial"]
+LONG = INSTRUCTIONS["libero_10"]
+SPATIAL = INSTRUCTIONS["libero_spatial"]
 WIDTHS = (4, 6, 8, 10)
 CPU = torch.device("cpu")
 
@@ -238,7 +239,7 @@ def long_reward(folder: Path) -> GroupedReward:
 
 
 def test_every_task_of_libero_long_is_in_the_group_of_the_published_rule() -> None:
-    assert list(LONG_GROUPS) == [keyword_group(task) for task in LONG]
+    assert list(resnet.LONG_GROUPS) == [keyword_group(task) for task in LONG]
 
 
 @pytest.mark.parametrize("below", ["", "reward_model"])
@@ -256,7 +257,7 @@ def test_a_frame_of_libero_long_is_judged_by_the_network_of_its_task(tmp_path: P
     order = [8, 1, 1, 5]  # any order, a task twice, groups that nobody needs
     mixed = reward.score(frames[order], [LONG[i] for i in order])
     torch.testing.assert_close(mixed, scores[order], atol=1e-6, rtol=0)
-    assert reward.modules().keys() == set(GROUPS)
+    assert reward.modules().keys() == set(resnet.GROUPS)
 
 
 def test_scores_of_libero_long_are_rounded(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import CheckpointError
 from asyncrl.launch.console import world_line
 from asyncrl.launch.environment import build_world_model, check_environment, with_world_defaults
-from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.rewards.resnet import ResNetReward, RewardConfig, RewardNetwork, open_reward, save_reward
+from asyncrl.simulators.libero.tasks import INSTRUCTIONS
 from asyncrl.storage.tensor_files import TensorFiles, fill
 from asyncrl.worlds.wan.files import open_world, recognise_transformer
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig, transformer_name
@@ -30,7 +30,7 @@ from support.published_worlds import SMALL, SMALL_VAE, listed_shapes, small_worl
 from support.worlds import cut, load_world
 
 SMALL_REWARD = replace(RewardConfig.full(), widths=(4, 4, 8, 8))
-SPATIAL, GOAL = SUITES["libero_spatial"], SUITES["libero_goal"]
+SPATIAL, GOAL = INSTRUCTIONS["libero_spatial"], INSTRUCTIONS["libero_goal"]
 MODEL = "model-00001.safetensors"
 VAE = "Wan2.2_VAE.pth"
 REWARD = "resnet_rm.pth"

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from asyncrl.devices.streams import CudaGraphed
-from asyncrl.devices.tensors import to_device, to_signed, to_uint8
+from asyncrl.devices.tensors import CudaGraphed, to_device, to_signed, to_uint8
 from asyncrl.errors import ConfigError
 from asyncrl.records import CHUNK, ActionSpec, StartState
 from asyncrl.storage.tensor_files import write_tensors

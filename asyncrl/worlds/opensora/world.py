@@ -25,8 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from asyncrl.devices.streams import CudaGraphed
-from asyncrl.devices.tensors import to_device, to_signed, to_uint8
+from asyncrl.devices.tensors import CudaGraphed, to_device, to_signed, to_uint8
 from asyncrl.records import CHUNK, ActionSpec, Bounds, StartState
 from asyncrl.storage.tensor_files import write_tensors
 from asyncrl.worlds.files import FolderWorld, write_about

@@ -29,8 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from asyncrl.devices.streams import CudaGraphed
-from asyncrl.devices.tensors import to_device, to_signed, to_uint8
+from asyncrl.devices.tensors import CudaGraphed, to_device, to_signed, to_uint8
 from asyncrl.records import ActionSpec, StartState, dummy_action
 from asyncrl.storage.tensor_files import write_tensors
 from asyncrl.worlds.files import FolderWorld, write_about
