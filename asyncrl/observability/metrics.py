@@ -96,11 +96,14 @@ SECTIONS: Final = {
     "eval/": "Success in the true simulator.",
 }
 """Prefix of names -> subject of its metrics. A metric belongs to the first prefix that fits."""
+_REPEATED: Final = (*(f"lag_{lags.name}" for lags in LAG_RANGES[1:]), "_decisions")
+"""Ends of names that the page describes once, in its head."""
 _DEFINED_IN: Final = ("metrics_training", "metrics_system", "waits")
-_FOLDED: Final = (
-    "*Folded by*: how the values of several actors, ranks or minibatches become one. A *unit* has one "
-    "probability ratio: a token, an action or a decision (--algorithm.level). Names with `lag_0` exist "
-    "with `lag_1`, `lag_2`, `lag_3_4`, `lag_5_8` and `lag_9_up` too."
+_NOTES: Final = (
+    "The unit is followed by the rule that folds the values of several actors, ranks or minibatches. "
+    "A *unit* in a description has one probability ratio: a token, an action or a decision "
+    "(--algorithm.level). Names with `lag_0` exist with `lag_1`, `lag_2`, `lag_3_4`, `lag_5_8` and `lag_9_up` "
+    "too, and each `replay/dropped_*`, in episodes, as `replay/dropped_*_decisions`, in decisions."
 )
 
 
@@ -115,19 +118,14 @@ def as_markdown() -> str:
         importlib.import_module(f"asyncrl.observability.{module}")
     files = ", ".join(f"`{module}.py`" for module in _DEFINED_IN)
     lines = ["# Metrics", "", f"Generated from {files} in `asyncrl/observability`;"]
-    lines += ["`asyncrl metrics` prints it.", "", _FOLDED]
+    lines += ["`asyncrl metrics` prints it.", "", _NOTES]
     for prefix, about in SECTIONS.items():
         lines += ["", f"## {prefix.rstrip('/')}", "", about]
         if prefix == "wait/":
             continue
-        lines += [
-            "",
-            "| name | unit | folded by | meaning | healthy, and otherwise |",
-            "|---|---|---|---|---|",
-        ]
+        lines += ["", "| name | unit | meaning | healthy, and otherwise |", "|---|---|---|---|"]
         for x in REGISTRY.values():
-            repeated = x.name.endswith(tuple(f"lag_{lags.name}" for lags in LAG_RANGES[1:]))
-            if section_of(x.name) == prefix and not repeated:
-                cells = (f"`{x.name}`", x.unit, x.reduction, x.meaning, x.advice)
+            if section_of(x.name) == prefix and not x.name.endswith(_REPEATED):
+                cells = (f"`{x.name}`", f"{x.unit}, {x.reduction}", x.meaning, x.advice)
                 lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
