@@ -32,8 +32,8 @@ import numpy as np
 from asyncrl.config.run import TrainConfig, overlay
 from asyncrl.episode_layout import episode_arrays
 from asyncrl.launch.roles import open_run_replay
-from asyncrl.messaging.episode_codec import as_bytes
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
+from asyncrl.messaging.wire import as_bytes
 from asyncrl.records import Episode
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.group_file import read_group

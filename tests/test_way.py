@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "asyncrl"
 BUDGETS = {"decision": (40, 2000), "update": (20, 1300), "start": (90, None)}
 """Phase of an inline run -> most modules and lines of functions."""
-PUBLICATIONS = {"shared_memory": (17, 800), "pull": (16, 700)}
+PUBLICATIONS = {"shared_memory": (9, 750), "pull": (9, 700)}
 """Carrier -> the same of one publication, in the processes of both ends; a heartbeat may be among it."""
 TRACED = """
 import json, sys

@@ -21,7 +21,7 @@ from asyncrl.config.sections import ActorSettings
 from asyncrl.devices.offload import NO_OFFLOAD, OffloadedTensors
 from asyncrl.devices.tensors import peak_memory
 from asyncrl.observability import metrics_system as m
-from asyncrl.observability import waits
+from asyncrl.observability import process_status, waits
 from asyncrl.observability.metrics import Metric
 from asyncrl.observability.process_status import set_activity
 from asyncrl.replay.interface import ActorPort, GroupFailure, GroupGrant, RunStopped
@@ -129,7 +129,7 @@ class Actor:
     def run(self, should_leave: Callable[[], bool] = lambda: False) -> None:
         """Act until the replay ends the run, or `should_leave`, asked between two decisions, this actor."""
         try:
-            with waits.waiting(waits.FIRST_WEIGHTS, self.startup_timeout):
+            with process_status.waiting(waits.FIRST_WEIGHTS, self.startup_timeout):
                 self.version = self.receiver.wait_for_first(self.startup_timeout)
             while not (self.port.stopped or should_leave()):
                 self.step()
@@ -237,10 +237,10 @@ class Actor:
         began = time.monotonic()
         self.offload.offload_if_idle()
         if self.slots.pending:
-            with waits.waiting(waits.NEWER_WEIGHTS):
+            with process_status.waiting(waits.NEWER_WEIGHTS):
                 self.receiver.wait_newer(self.version, wait)
         else:
-            with waits.waiting(waits.CREDIT):
+            with process_status.waiting(waits.CREDIT):
                 self._acquire(wait)
         self.telemetry.add(m.ACTORS_WAITING, time.monotonic() - began)
 

@@ -25,7 +25,7 @@ from asyncrl.devices.tensors import DeviceEvent
 from asyncrl.episode_layout import SAMPLE_DTYPES
 from asyncrl.errors import AsyncRLError, RunError, first_line
 from asyncrl.observability import metrics_system as m
-from asyncrl.observability import waits
+from asyncrl.observability import process_status, waits
 from asyncrl.policies.interface import ActResult, Policy, SamplingParams
 from asyncrl.records import StartState, sampling_seed
 from asyncrl.replay.interface import Cause
@@ -204,7 +204,7 @@ def wait_for(events: Sequence[DeviceEvent], deadline: float) -> float:
     if all(event.passed for event in events):
         return 0.0
     began = time.monotonic()
-    with waits.waiting(waits.DECISION, deadline):
+    with process_status.waiting(waits.DECISION, deadline):
         while not all(event.passed for event in events):
             if time.monotonic() - began > deadline:
                 raise RunError(

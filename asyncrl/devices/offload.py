@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from asyncrl.observability import waits
+from asyncrl.observability import process_status, waits
 
 OFFLOAD_AFTER: Final = 0.2  # Least seconds of a wait before tensors are moved
 MEMORY_TIMEOUT: Final = 60.0  # Seconds to wait for another process on the device to free memory
@@ -165,5 +165,5 @@ def _allocate(copy: _HostCopy) -> None:
         except torch.OutOfMemoryError:  # Another process on the device may have to offload first.
             if time.monotonic() > until:
                 raise
-        with waits.waiting(waits.DEVICE_MEMORY, MEMORY_TIMEOUT):
+        with process_status.waiting(waits.DEVICE_MEMORY, MEMORY_TIMEOUT):
             time.sleep(_RETRY_INTERVAL)

@@ -242,7 +242,7 @@ class EvaluatorProcess:
         if self._child is None or self._lost or not due:
             return ""
         allowed, since = self._config.hang_timeout, time.monotonic()
-        with waits.waiting(waits.EVALUATION, allowed):
+        with process_status.waiting(waits.EVALUATION, allowed):
             while version not in self._known:
                 if poll() or self._lost:
                     return "" if self._lost else f"version {version} was not measured"

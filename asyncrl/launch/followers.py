@@ -110,7 +110,7 @@ def spawn_role(name: str, function: str, config: TrainConfig, info: RunInfo, arg
 
 def _wait_for_folder(run_dir: Path, mark: str, rank: int) -> None:
     until = time.monotonic() + FOLDER_DEADLINE
-    with waits.waiting(waits.FOLDER, FOLDER_DEADLINE):
+    with process_status.waiting(waits.FOLDER, FOLDER_DEADLINE):
         while True:
             with suppress(ConfigError, OSError):  # It is not all there yet, or another folder has this name.
                 if (run_dir / "config.json").is_file() and run_owner.read_identity(run_dir).mark == mark:
@@ -210,8 +210,8 @@ def relay_weights(config: TrainConfig, info: RunInfo, hosts: Hosts, job: Job, en
     """Receive weights for this host and relay them to its actors until `ending`; returns their endpoint."""
     from asyncrl.devices.tensors import pick_device
     from asyncrl.weights.interface import PULL
-    from asyncrl.weights.publisher import BroadcastPublisher
-    from asyncrl.weights.receiver import Relay, WeightReceiver
+    from asyncrl.weights.publisher import BroadcastPublisher, Relay
+    from asyncrl.weights.receiver import WeightReceiver
     from asyncrl.weights.weight_server import ServerSettings
 
     deadline, identity, folder = config.weights.timeout, info.identity, private_folder()
@@ -239,7 +239,7 @@ def relay_weights(config: TrainConfig, info: RunInfo, hosts: Hosts, job: Job, en
 def wait_for_relay(info: RunInfo, job: Job, deadline: float, stop_requested: Callable[[], bool]) -> str:
     """Wait at most `deadline` seconds for this host's relay, and return its endpoint."""
     note, wait = job.status_folder(Path(info.run_dir)) / NOTE, RankWait(deadline, stop_requested)
-    with waits.waiting(waits.HOST_WEIGHTS, deadline):
+    with process_status.waiting(waits.HOST_WEIGHTS, deadline):
         while True:
             with suppress(OSError, ValueError, KeyError):  # There is no note of this start yet.
                 row: dict[str, object] = load_json(note)

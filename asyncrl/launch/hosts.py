@@ -29,7 +29,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch.endpoints import address_of
 from asyncrl.launch.job import Hosts, Job, RankWait, open_store, store_errors
-from asyncrl.observability import waits
+from asyncrl.observability import process_status, waits
 from asyncrl.observability.logger import flat
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def meet(
 
     seconds = config.startup_timeout
     store = PrefixStore("meeting", open_store(job, seconds, every_start=True))
-    with store_errors(job, "meet the other hosts"), waits.waiting(waits.HOSTS, seconds):
+    with store_errors(job, "meet the other hosts"), process_status.waiting(waits.HOSTS, seconds):
         own = asdict(_own_facts(config, job)) if job.rank == job.here.start else None
         meeting = _Meeting(job, own, store, RankWait(seconds, stop_requested))
         start, hosts = meeting.follow() if job.rank else meeting.lead(checks)

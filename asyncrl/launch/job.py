@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from asyncrl.errors import AsyncRLError, ConfigError, RunError, first_line
-from asyncrl.observability import waits
+from asyncrl.observability import process_status, waits
 from asyncrl.storage import run_owner
 from asyncrl.storage.atomic import write_text
 from asyncrl.storage.untrusted import shortened
@@ -218,7 +218,7 @@ def share(info: RunInfo, job: Job, deadline: float) -> None:
 def receive(job: Job, deadline: float, stop_requested: Callable[[], bool]) -> RunInfo:
     """Wait `deadline` seconds for the run that rank 0 publishes; raises Stopped if asked to stop first."""
     wait = RankWait(deadline, stop_requested)
-    with store_errors(job, "learn where the run is"), waits.waiting(waits.MEETING, deadline):
+    with store_errors(job, "learn where the run is"), process_status.waiting(waits.MEETING, deadline):
         store = open_store(job, deadline)
         while not store.check([RUN]):
             wait.pause(

@@ -58,7 +58,7 @@ def actor_main(config: TrainConfig, info: RunInfo, name: str) -> None:
             identity=info.identity,
         )
         build_actor(config, name, backend, starts, port, receiver).run()
-        with waits.waiting(waits.FAREWELL, SHUTDOWN_TIMEOUT_EPISODES):
+        with process_status.waiting(waits.FAREWELL, SHUTDOWN_TIMEOUT_EPISODES):
             port.close(SHUTDOWN_TIMEOUT_EPISODES)
     finally:
         backend.close()

@@ -33,7 +33,8 @@ from asyncrl.observability.process_status import activity
 from asyncrl.replay.interface import BatchDescription, LearnerPort, NothingToLearn
 from asyncrl.storage import checkpoint
 from asyncrl.storage.checkpoint import Checkpoints, Progress
-from asyncrl.weights.interface import Publisher, WeightSource
+from asyncrl.weights.interface import Publisher
+from asyncrl.weights.packing import WeightSource
 
 SAMPLE_SLICE: Final = 1.0  # Longest uninterrupted wait in seconds: how soon a stop request is seen
 HEARTBEAT_EVERY: Final = 5.0  # Seconds between heartbeats of rank 0 to ranks that wait for its batch
@@ -218,7 +219,7 @@ class Learner:
             self._actors_joined, self._measured_since = True, self.clock()
         groups, size = self.algorithm.groups_per_update, self.algorithm.group_size
         most_decisions = groups * size * self.update.max_decisions * self.settings.batches_ahead
-        with waits.waiting(waits.BATCH, timeout):
+        with process_status.waiting(waits.BATCH, timeout):
             wait = BatchWait(timeout, self.clock, most_decisions=most_decisions)
             while not self.stop_requested():
                 if self.clock() - self._heartbeat_at >= HEARTBEAT_EVERY:

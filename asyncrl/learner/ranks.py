@@ -112,7 +112,7 @@ class DistributedRanks(LearnerRanks):
         states = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         with (
             explain_lost_peer(f"the parts of {self.size} learner ranks, at rank {self.rank}"),
-            waits.waiting(waits.FETCH, self._longest),
+            process_status.waiting(waits.FETCH, self._longest),
         ):
             dist.all_gather(states, torch.tensor([int(state)]), group=self._link)
         return [ShardState(int(each)) for each in states]
@@ -164,7 +164,7 @@ class DistributedRanks(LearnerRanks):
 
     def _receive_batch(self, while_waiting: Callable[[], object]) -> BatchDescription | None:
         length = torch.zeros(1, dtype=torch.int64)
-        with waits.waiting(waits.PART, self.batch_timeout):
+        with process_status.waiting(waits.PART, self.batch_timeout):
             while True:
                 work = dist.broadcast(length, 0, group=self._link, async_op=True)
                 assert work is not None  # This rank is in the group.
@@ -214,7 +214,7 @@ def fetch_shard(
     """Fetch this rank's shard; an exception ends the run; None if another batch has to be chosen."""
     state, groups, failure = ShardState.FAILED, None, None
     try:
-        with waits.waiting(waits.FETCH, timeout):
+        with process_status.waiting(waits.FETCH, timeout):
             groups = replay.fetch(shard, timeout=timeout, while_waiting=while_waiting)
         state = ShardState.HELD
     except GroupLost as lost:

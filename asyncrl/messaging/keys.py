@@ -1,4 +1,4 @@
-"""CURVE keys of sockets, the allow-list of clients, and refused handshakes.
+"""CURVE keys of sockets, and the allow-list of clients.
 
     DIR/                   mode 0700
       server.secret        mode 0600; stays on the replay's host
@@ -26,9 +26,8 @@ from typing import Final
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
-from zmq.utils.monitor import parse_monitor_message
 
-from asyncrl.errors import ConfigError, ReplayError
+from asyncrl.errors import ConfigError
 from asyncrl.storage.atomic import check_private
 
 ALLOWED: Final = "clients"
@@ -208,52 +207,3 @@ def admitting(context: zmq.Context[zmq.Socket[bytes]], security: ServerKeys | No
         yield
     finally:
         authenticator.stop()
-
-
-_BROKEN_OFF: Final = 5  # Handshakes in a row, broken off without a reason, that count as a refusal
-_MECHANISM_MISMATCH: Final = 0x11000002
-_NOT_LISTED: Final = (
-    "this process's public key is not on its allow-list. Add the key to DIR/clients on the replay's host and "
-    "start this process again"
-)
-_ONE_SIDED: Final = "one side uses keys and the other does not. Set --replay.keys on both"
-# To a client with keys, a server without keys and one with another key are the same if the server hangs up
-# before the client has read its greeting.
-_WRONG_SERVER: Final = (
-    "it broke off every handshake: one side uses keys and the other does not, or DIR/server.public is not "
-    "its public key. Set --replay.keys on both, and copy server.public again from the replay's host"
-)
-
-
-class Handshakes:
-    """Watches a connecting socket for refusals, after which ZeroMQ would retry for ever in silence."""
-
-    def __init__(self, socket: zmq.Socket[bytes], endpoint: str, who: str = "replay") -> None:
-        self._who = who
-        self._endpoint, self._broken_off = endpoint, 0
-        self._without_keys = socket.getsockopt(zmq.MECHANISM) == zmq.NULL
-        events = (
-            zmq.Event.HANDSHAKE_SUCCEEDED
-            | zmq.Event.HANDSHAKE_FAILED_AUTH
-            | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
-            | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
-        )
-        self._monitor = socket.get_monitor_socket(events)
-
-    def check(self) -> None:
-        """Raise a ReplayError if the server refused this process since the last call; never waits."""
-        while self._monitor.poll(0):
-            event = parse_monitor_message(self._monitor.recv_multipart())
-            if why := self._refusal(event["event"], event["value"]):
-                raise ReplayError(f"the {self._who} at {self._endpoint} refused the connection: {why}.")
-
-    def _refusal(self, kind: int, value: int) -> str:
-        if kind == zmq.Event.HANDSHAKE_FAILED_AUTH:
-            return _NOT_LISTED
-        if kind == zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
-            broken = f"its handshake breaks the protocol ({value:#x}). Is it asyncrl's at all?"
-            return _ONE_SIDED if value == _MECHANISM_MISMATCH else broken
-        self._broken_off = 0 if kind == zmq.Event.HANDSHAKE_SUCCEEDED else self._broken_off + 1
-        if self._broken_off < _BROKEN_OFF:
-            return ""
-        return _ONE_SIDED if self._without_keys else _WRONG_SERVER

@@ -11,14 +11,15 @@ import socket
 import stat
 import tempfile
 import threading
+import weakref
 from pathlib import Path
 from typing import Final
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from asyncrl.errors import ConfigError
-from asyncrl.messaging.episode_codec import MAX_FRAME_BYTES
+from asyncrl.errors import ConfigError, ReplayError
+from asyncrl.messaging.framing import MAX_FRAME_BYTES
 from asyncrl.messaging.keys import ClientKeys, Security, ServerKeys, secure
 from asyncrl.observability import waits
 
@@ -202,6 +203,78 @@ def open_dealer(
     dealer.setsockopt(zmq.RECONNECT_IVL, 20)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
     return dealer
+
+
+class WakeableSocket:
+    """A socket whose wait another thread can end."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._event)  # Only then: a late `wake` finds no other file.
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(self._event, zmq.POLLIN)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for a message or `wake`, at most `seconds`; True if a message is there."""
+        ready = dict(self._poller.poll(int(1000 * seconds)))
+        if self._event in ready:
+            os.eventfd_read(self._event)
+        return self._socket in ready
+
+    def wake(self) -> None:
+        """End the wait. Any thread may call it."""
+        os.eventfd_write(self._event, 1)
+
+
+_BROKEN_OFF: Final = 5  # Handshakes in a row, broken off without a reason, that count as a refusal
+_MECHANISM_MISMATCH: Final = 0x11000002
+_NOT_LISTED: Final = (
+    "this process's public key is not on its allow-list. Add the key to DIR/clients on the replay's host and "
+    "start this process again"
+)
+_ONE_SIDED: Final = "one side uses keys and the other does not. Set --replay.keys on both"
+# To a client with keys, a server without keys and one with another key are the same if the server hangs up
+# before the client has read its greeting.
+_WRONG_SERVER: Final = (
+    "it broke off every handshake: one side uses keys and the other does not, or DIR/server.public is not "
+    "its public key. Set --replay.keys on both, and copy server.public again from the replay's host"
+)
+
+
+class Handshakes:
+    """Watches a connecting socket for refusals, after which ZeroMQ would retry for ever in silence."""
+
+    def __init__(self, dealer: zmq.Socket[bytes], endpoint: str, who: str = "replay") -> None:
+        self._who = who
+        self._endpoint, self._broken_off = endpoint, 0
+        self._without_keys = dealer.getsockopt(zmq.MECHANISM) == zmq.NULL
+        events = (
+            zmq.Event.HANDSHAKE_SUCCEEDED
+            | zmq.Event.HANDSHAKE_FAILED_AUTH
+            | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+            | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+        )
+        self._monitor = dealer.get_monitor_socket(events)
+
+    def check(self) -> None:
+        """Raise a ReplayError if the server refused this process since the last call; never waits."""
+        while self._monitor.poll(0):
+            event = parse_monitor_message(self._monitor.recv_multipart())
+            if why := self._refusal(event["event"], event["value"]):
+                raise ReplayError(f"the {self._who} at {self._endpoint} refused the connection: {why}.")
+
+    def _refusal(self, kind: int, value: int) -> str:
+        if kind == zmq.Event.HANDSHAKE_FAILED_AUTH:
+            return _NOT_LISTED
+        if kind == zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
+            broken = f"its handshake breaks the protocol ({value:#x}). Is it asyncrl's at all?"
+            return _ONE_SIDED if value == _MECHANISM_MISMATCH else broken
+        self._broken_off = 0 if kind == zmq.Event.HANDSHAKE_SUCCEEDED else self._broken_off + 1
+        if self._broken_off < _BROKEN_OFF:
+            return ""
+        return _ONE_SIDED if self._without_keys else _WRONG_SERVER
 
 
 class ConnectionGuard:

@@ -1,8 +1,7 @@
-"""Encode and decode messages as bytes: no sockets, no pickle, no trust in the peer.
+"""Messages between replay, actors and learner, framed by `framing`; some carry an episode.
 
-    frame 0    magic b"ARL1" | u32 crc32(body) | body: JSON {"schema", "kind", fields of the kind,
-               and with an episode also "episode": {scalars}, "arrays": [[name, dtype, shape, crc32], ...]}
-    frame 1..  a raw frame for each array of `episode_layout.episode_arrays`, little-endian, C order
+An episode adds "episode": {scalars} and "arrays": [[name, dtype, shape, crc32], ...] to the header, and a raw
+frame for each array of `episode_layout.episode_arrays`, little-endian, in C order.
 
 Schema version 1; 2 if the sample of the episode has other arrays than action tokens alone; 3 if it has
 `steps_taken`, and perhaps `episode_layout.OPTIONAL_ARRAYS`. A peer names only the sample's arrays and sizes.
@@ -10,24 +9,37 @@ Schema version 1; 2 if the sample of the episode has other arrays than action to
 
 from __future__ import annotations
 
-import json
-import struct
+import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl import __version__
 from asyncrl import episode_layout as layout
 from asyncrl.errors import WireError
-from asyncrl.messaging import episode_codec as codec
-from asyncrl.messaging.episode_codec import Buffer, LongText
+from asyncrl.messaging.framing import (
+    MAX_FRAME_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_MESSAGE_BYTES,
+    PREFIX,
+    Buffer,
+    FramedMessage,
+    LongText,
+    check_fields,
+    check_keys,
+    check_value,
+    read_header,
+    shown,
+    take_schema,
+    write_header,
+)
 from asyncrl.records import Episode
-from asyncrl.storage.untrusted import no_constant, without_doubles
 
-MAGIC: Final = b"ARL1"
-_PREFIX: Final = struct.Struct("<4sI")
-MAX_HEADER_BYTES: Final = 2**20
+MAX_DIMENSION: Final = 2**20
 MAX_FRAMES: Final = 1 + len(layout.EPISODE_ARRAYS) + layout.MAX_SAMPLE_ARRAYS + len(layout.OPTIONAL_ARRAYS)
 
 KINDS: Final[dict[str, dict[str, type]]] = {
@@ -85,15 +97,10 @@ WITH_EPISODE: Final = frozenset({"episode", "batch"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Message:
-    """One decoded message."""
+class Message(FramedMessage):
+    """One decoded message, without a payload."""
 
-    kind: str
-    fields: dict[str, Any] = field(default_factory=dict)
     episode: Episode | None = None
-
-    def __getitem__(self, name: str) -> Any:
-        return self.fields[name]
 
 
 def encode(kind: str, episode: Episode | None = None, /, **fields: Any) -> list[Buffer]:
@@ -107,8 +114,8 @@ def encode(kind: str, episode: Episode | None = None, /, **fields: Any) -> list[
     payload: list[Buffer] = []
     schema = layout.SCHEMA_VERSION if episode is None else layout.version_of(episode)
     if episode is not None:
-        header["episode"] = codec.scalars_of(episode)
-        header["arrays"], payload = codec.write_arrays(episode)
+        header["episode"] = scalars_of(episode)
+        header["arrays"], payload = write_arrays(episode)
     frames: list[Buffer] = [write_header(header, schema), *payload]
     _check_sizes(frames)
     return frames
@@ -117,12 +124,12 @@ def encode(kind: str, episode: Episode | None = None, /, **fields: Any) -> list[
 def decode(frames: Sequence[Buffer], *, views: bool = False) -> Message:
     """Decode a message or raise WireError; `views`: images are read-only views, other arrays are copies."""
     _check_sizes(frames)
-    header = _parse(frames[0])
+    header = read_header(frames[0])
     with_episode = isinstance(header.get("kind"), str) and header["kind"] in WITH_EPISODE
-    schema = _check_schema(header, layout.SCHEMA_VERSIONS if with_episode else (layout.SCHEMA_VERSION,))
+    schema = take_schema(header, layout.SCHEMA_VERSIONS if with_episode else (layout.SCHEMA_VERSION,))
     kind = header.pop("kind", None)
     if not isinstance(kind, str) or kind not in KINDS:
-        raise WireError(f"kind {codec.shown(kind)} is unknown. Known: {', '.join(KINDS)}.")
+        raise WireError(f"kind {shown(kind)} is unknown. Known: {', '.join(KINDS)}.")
     scalars, arrays = header.pop("episode", None), header.pop("arrays", None)
     check_fields(kind, header, KINDS)
     if kind not in WITH_EPISODE:
@@ -131,10 +138,10 @@ def decode(frames: Sequence[Buffer], *, views: bool = False) -> Message:
                 f"{kind!r} carries no episode, but came with one or with {len(frames) - 1} arrays."
             )
         return Message(kind=kind, fields=header)
-    episode = codec.read_episode(scalars, arrays, frames[1:], schema=schema, views=views)
+    episode = read_episode(scalars, arrays, frames[1:], schema=schema, views=views)
     if schema != layout.version_of(episode):
         raise WireError(
-            f"a sample of {codec.shown(list(episode.sample))} with {episode.steps_taken} steps taken is not "
+            f"a sample of {shown(list(episode.sample))} with {episode.steps_taken} steps taken is not "
             f"of schema version {schema}."
         )
     return Message(kind=kind, fields=header, episode=episode)
@@ -144,62 +151,91 @@ def _check_sizes(frames: Sequence[Buffer]) -> None:
     if not 1 <= len(frames) <= MAX_FRAMES:
         raise WireError(f"{len(frames)} frames, but a message has 1 to {MAX_FRAMES}.")
     lengths = [len(frame) for frame in frames]
-    if not _PREFIX.size <= lengths[0] <= MAX_HEADER_BYTES:
+    if not PREFIX.size <= lengths[0] <= MAX_HEADER_BYTES:
         raise WireError(
-            f"the header has {lengths[0]} bytes; allowed are {_PREFIX.size} to {MAX_HEADER_BYTES}."
+            f"the header has {lengths[0]} bytes; allowed are {PREFIX.size} to {MAX_HEADER_BYTES}."
         )
-    if max(lengths) > codec.MAX_FRAME_BYTES or sum(lengths) > codec.MAX_MESSAGE_BYTES:
+    if max(lengths) > MAX_FRAME_BYTES or sum(lengths) > MAX_MESSAGE_BYTES:
         raise WireError(
             f"the largest frame or array has {max(lengths)} bytes and all have {sum(lengths)}; allowed are "
-            f"{codec.MAX_FRAME_BYTES} and {codec.MAX_MESSAGE_BYTES}. Smaller images or "
+            f"{MAX_FRAME_BYTES} and {MAX_MESSAGE_BYTES}. Smaller images or "
             "--replay.keep-video-every 0 help."
         )
 
 
-def write_header(header: dict[str, Any], schema: int = layout.SCHEMA_VERSION) -> bytes:
-    """Encode the first frame: magic, checksum, schema version and fields."""
-    body = json.dumps({"schema": schema, **header}, separators=(",", ":"), allow_nan=False).encode()
-    return _PREFIX.pack(MAGIC, zlib.crc32(body)) + body
+# --- the episode of a message; sizes are checked before anything is allocated
 
 
-def read_header(frame: Buffer) -> dict[str, Any]:
-    """Decode the first frame, of at least 8 bytes, without the schema version."""
-    header = _parse(frame)
-    _check_schema(header, (layout.SCHEMA_VERSION,))
-    return header
-
-
-def _parse(frame: Buffer) -> dict[str, Any]:
-    magic, crc = _PREFIX.unpack_from(frame)
-    if magic != MAGIC:
-        raise WireError(f"the message begins with {magic!r}, expected {MAGIC!r}: not a message of asyncrl.")
-    body = bytes(frame[_PREFIX.size :])
-    if zlib.crc32(body) != crc:
-        raise WireError("the checksum of the header does not match: it was changed on its way.")
+def scalars_of(episode: Episode) -> dict[str, Any]:
+    """Return an episode's scalars as checked Python values."""
+    types = layout.scalar_types(layout.version_of(episode))
     try:
-        header = json.loads(body.decode(), object_pairs_hook=without_doubles, parse_constant=no_constant)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise WireError(f"the header is not valid JSON: {str(error)[:200]}.") from None
-    if not isinstance(header, dict):
-        raise WireError(f"the header is a {type(header).__name__}, expected an object.")
-    return header
+        scalars = {name: kind(getattr(episode, name)) for name, kind in types.items()}
+    except (TypeError, ValueError, OverflowError) as error:
+        raise WireError(f"a scalar of the episode has the wrong type: {error}.") from None
+    for name, kind in types.items():
+        check_value(name, scalars[name], kind)
+    _check_id(scalars["episode_id"])
+    return scalars
 
 
-def _check_schema(header: dict[str, Any], allowed: tuple[int, ...]) -> int:
-    schema = header.pop("schema", None)
-    if type(schema) is not int or schema not in allowed:
-        raise WireError(
-            f"the peer speaks schema version {codec.shown(schema)}, this side {allowed[-1]} (asyncrl "
-            f"{codec.shown(header.get('package', 'of unknown version'))} there, {__version__!r} here). "
-            "Run the same asyncrl version on both sides."
-        )
-    return schema
+def as_bytes(array: NDArray[Any]) -> memoryview:
+    """Return an array's bytes, little-endian, if possible without a copy."""
+    little = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
+    return little.reshape(-1).view(np.uint8).data
 
 
-def check_fields(kind: str, fields: dict[str, Any], kinds: dict[str, dict[str, type]]) -> None:
-    """Check the fields of a message against the table of kinds."""
-    if kind not in kinds:
-        raise WireError(f"kind {kind[:40]!r} is unknown. Known: {', '.join(kinds)}.")
-    codec.check_keys(kind, fields, kinds[kind])
-    for name, expected in kinds[kind].items():
-        codec.check_value(f"{kind}.{name}", fields[name], expected)
+def write_arrays(episode: Episode) -> tuple[list[list[Any]], list[Buffer]]:
+    """Return the header's entries and the frames of an episode's arrays, without copies."""
+    entries: list[list[Any]] = []
+    payload: list[Buffer] = []
+    if (problem := layout.problem_with_shapes(episode)) is not None:
+        raise WireError(f"{problem}.")
+    for name, array in layout.episode_arrays(episode).items():
+        frame = as_bytes(array)
+        entries.append([name, array.dtype.name, list(array.shape), zlib.crc32(frame)])
+        payload.append(frame)
+    return entries, payload
+
+
+def read_episode(scalars: Any, arrays: Any, frames: Sequence[Buffer], *, schema: int, views: bool) -> Episode:
+    """Decode an episode; `views`: images are read-only views of the frames, other arrays writable copies."""
+    if not isinstance(scalars, dict) or not isinstance(arrays, list):
+        raise WireError("the message lacks its episode or the list of its arrays.")
+    types = layout.scalar_types(schema)
+    check_keys("the episode", scalars, types)
+    for name, expected in types.items():
+        check_value(name, scalars[name], expected)
+    _check_id(scalars["episode_id"])
+    for entry in arrays:
+        if not (isinstance(entry, list) and len(entry) == 4 and isinstance(entry[0], str)):
+            raise WireError(f"the entry of an array is {shown(entry)}.")
+        if not (
+            isinstance(entry[2], list) and all(type(x) is int and 0 <= x <= MAX_DIMENSION for x in entry[2])
+        ):
+            raise WireError(f"{entry[0][:80]} has shape {shown(entry[2])}.")
+    if len(arrays) != len(frames):
+        raise WireError(f"{len(arrays)} arrays in the header, but {len(frames)} frames.")
+    try:
+        specs = layout.parse_specs([(name, dtype, shape) for name, dtype, shape, _ in arrays], schema)
+        layout.sizes_of(specs, [shape for _, _, shape, _ in arrays])
+    except ValueError as error:
+        raise WireError(f"{error}.") from None
+    for (name, _, shape, _), spec, frame in zip(arrays, specs.values(), frames, strict=True):
+        nbytes = math.prod(shape) * np.dtype(spec.dtype).itemsize
+        if len(frame) != nbytes or (0 in shape and spec.shape[0] != "M"):
+            raise WireError(f"{name} has shape {shape}, but its frame has {len(frame)} bytes.")
+    read: dict[str, Any] = {}
+    for (name, spec), entry, content in zip(specs.items(), arrays, frames, strict=True):
+        if type(entry[3]) is not int or zlib.crc32(content) != entry[3]:
+            raise WireError(f"the checksum of {name} does not match: it was changed on its way.")
+        little = np.dtype(spec.dtype).newbyteorder("<")
+        array = np.frombuffer(memoryview(content).toreadonly(), little).reshape(entry[2])
+        in_place = views and little.itemsize == 1  # Wider ones may not be aligned.
+        read[name] = array.astype(spec.dtype, copy=not in_place)
+    return Episode(**scalars, **layout.as_fields(read))
+
+
+def _check_id(episode_id: str) -> None:
+    if len(episode_id) != 32 or not set(episode_id) <= set("0123456789abcdef"):
+        raise WireError(f"episode_id {episode_id[:40]!r} is not 32 lower-case hexadecimal digits.")

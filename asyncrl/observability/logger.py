@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, Final, TextIO
 
 from asyncrl.observability import metrics_training as m
-from asyncrl.observability import waits
+from asyncrl.observability import process_status, waits
 from asyncrl.observability.background_file import CONSOLE, BackgroundFile
 from asyncrl.observability.metrics import Metric, Readings
 from asyncrl.observability.terminal import COLUMNS, TRUTH, Column, columns_in, header, render
@@ -200,7 +200,7 @@ class MetricsLogger(contextlib.AbstractContextManager["MetricsLogger"]):
         """Record an update, counted from 1, and show it on the console."""
         now = self._clock()
         self._record(step, values, now)
-        with waits.waiting(waits.ROW, ROW_SECONDS):
+        with process_status.waiting(waits.ROW, ROW_SECONDS):
             self._rows.settle(ROW_SECONDS)
         self._pace.append((step, now))
         self._show(step, values)

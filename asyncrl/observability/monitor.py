@@ -24,7 +24,7 @@ from asyncrl import __version__
 from asyncrl.errors import ConfigError
 from asyncrl.observability import process_status
 from asyncrl.observability.metrics import Readings
-from asyncrl.observability.waits import GRACE
+from asyncrl.observability.process_status import GRACE
 
 REQUEST_SECONDS: Final = 5.0  # longest silence of a client
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"

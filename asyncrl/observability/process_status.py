@@ -21,9 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TextIO
 
+from asyncrl.observability.metrics import Metric
 from asyncrl.observability.signals import exhausted
 from asyncrl.storage.untrusted import make_folder, open_regular, read_bytes, remove
 
+GRACE: Final = 60.0
+"""Seconds beyond its own deadline, which progress renews, after which a wait counts as a hang."""
 FOLDER: Final = "processes"
 STACKS: Final = ".stacks"
 _MAGIC: Final = b"ARLPROC1"
@@ -136,6 +139,30 @@ def activity(what: str, allowed: float = 0.0) -> Iterator[None]:
         yield
     finally:
         set_activity(*before)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait:
+    """One kind of wait."""
+
+    name: str  # activity that the process publishes
+    owner: str  # process and thread that waits
+    deadline: str  # a flag, or seconds
+    ended_by: str  # usual end, in a healthy run
+    then: str  # consequence at the deadline
+    total: int  # index among the totals
+    metric: Metric
+
+
+@contextmanager
+def waiting(wait: Wait, allowed: float = 0.0, about: str = "") -> Iterator[None]:
+    """Publish and time a wait; GRACE after `allowed` seconds it counts as a hang (0: never)."""
+    began = time.monotonic()
+    with activity(wait.name + about, allowed + GRACE if allowed else 0.0):
+        try:
+            yield
+        finally:
+            count(wait.total, time.monotonic() - began)
 
 
 def set_activity(what: str, allowed: float = 0.0) -> None:

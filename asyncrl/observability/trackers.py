@@ -101,7 +101,7 @@ class Trackers(contextlib.AbstractContextManager["Trackers"]):
         trackers, self._all = self._all, []
         for tracker in trackers:
             tracker.input.close()
-        with waits.waiting(waits.TRACKERS, self._seconds):
+        with process_status.waiting(waits.TRACKERS, self._seconds):
             for tracker in trackers:
                 tracker.close(max(0.1, until - time.monotonic()))
 

@@ -6,31 +6,14 @@ memory, which outlives the process that added.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
 from asyncrl.observability import metrics_system, process_status
 from asyncrl.observability.metrics import Metric, define
+from asyncrl.observability.process_status import Wait
 
 _PREFIX: Final = "wait/"
-GRACE: Final = 60.0
-"""Seconds beyond its own deadline, which progress renews, after which a wait counts as a hang."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wait:
-    """One kind of wait."""
-
-    name: str  # activity that the process publishes
-    owner: str  # process and thread that waits
-    deadline: str  # a flag, or seconds
-    ended_by: str  # usual end, in a healthy run
-    then: str  # consequence at the deadline
-    total: int  # index among the totals of `process_status`
-    metric: Metric
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,17 +128,6 @@ LOST_CURVES: Final = _counted(metrics_system.LOST_CURVES)
 DISCONNECTED: Final = _counted(metrics_system.DISCONNECTED)
 DROPPED_LINES: Final = _counted(metrics_system.DROPPED_LINES)
 LOST_TRACKED: Final = _counted(metrics_system.LOST_TRACKED)
-
-
-@contextmanager
-def waiting(wait: Wait, allowed: float = 0.0, about: str = "") -> Iterator[None]:
-    """Publish and time a wait; GRACE after `allowed` seconds it counts as a hang (0: never)."""
-    began = time.monotonic()
-    with process_status.activity(wait.name + about, allowed + GRACE if allowed else 0.0):
-        try:
-            yield
-        finally:
-            process_status.count(wait.total, time.monotonic() - began)
 
 
 def count(event: Count, amount: float = 1.0) -> None:

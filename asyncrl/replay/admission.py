@@ -17,7 +17,7 @@ import numpy as np
 from asyncrl.episode_layout import optional_of, problem_with_shapes, version_of
 from asyncrl.errors import WireError
 from asyncrl.facts import plain_task
-from asyncrl.messaging.episode_codec import scalars_of
+from asyncrl.messaging.wire import scalars_of
 from asyncrl.records import END_REASONS, UNKNOWN_LENGTH, Episode, SamplingParams
 from asyncrl.replay.interface import ANY_FORMAT, EpisodeFormat, RefusalCause
 

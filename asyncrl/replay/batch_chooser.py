@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from asyncrl.errors import CodecMissing, OutOfFiles, ReplayError
-from asyncrl.messaging.episode_codec import Buffer
+from asyncrl.messaging.framing import Buffer
 from asyncrl.messaging.wire import encode
 from asyncrl.records import Episode
 from asyncrl.replay.admission import Expected, problem_for_learner

@@ -270,7 +270,7 @@ class ZmqLearnerPort:
         """See `LearnerPort`."""
         if not self._leads:
             return {}
-        with waits.waiting(waits.REPLAY_STATUS, ANSWER_DEADLINE):
+        with process_status.waiting(waits.REPLAY_STATUS, ANSWER_DEADLINE):
             reply = self._ask_status(ANSWER_DEADLINE, self._poll)
         if reply is None:
             raise ReplayError(f"the replay at {self._link.endpoint} does not answer. Look at its log.")

@@ -18,9 +18,9 @@ import zmq
 
 from asyncrl import __version__
 from asyncrl.errors import AttemptEnded, ReplayError
-from asyncrl.messaging.episode_codec import Buffer
-from asyncrl.messaging.keys import ClientKeys, Handshakes
-from asyncrl.messaging.sockets import IDENTITY, LINGER_MS, open_dealer
+from asyncrl.messaging.framing import Buffer
+from asyncrl.messaging.keys import ClientKeys
+from asyncrl.messaging.sockets import IDENTITY, LINGER_MS, Handshakes, open_dealer
 from asyncrl.messaging.wire import Message, decode, encode
 from asyncrl.records import Episode
 from asyncrl.replay.groups import number_of

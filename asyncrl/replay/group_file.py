@@ -29,7 +29,7 @@ from asyncrl.episode_layout import (
     version_of,
 )
 from asyncrl.errors import ReplayError
-from asyncrl.messaging.episode_codec import as_bytes
+from asyncrl.messaging.wire import as_bytes
 from asyncrl.records import UNKNOWN_LENGTH, Episode, SamplingParams
 from asyncrl.replay.sealed_file import UNREADABLE, opened, require_codec, sealing, unreadable
 from asyncrl.storage.untrusted import dataset_in

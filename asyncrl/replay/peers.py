@@ -10,7 +10,7 @@ import zmq
 
 from asyncrl import __version__
 from asyncrl.errors import WireError
-from asyncrl.messaging.episode_codec import Buffer
+from asyncrl.messaging.framing import Buffer
 from asyncrl.messaging.wire import Message, encode
 from asyncrl.replay.buffer import Replay
 from asyncrl.replay.connection import RANK, VISITOR, JoinSettings

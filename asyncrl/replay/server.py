@@ -18,7 +18,7 @@ from typing import Any, Final
 import zmq
 
 from asyncrl.errors import OutOfFiles, WireError
-from asyncrl.messaging.episode_codec import Buffer
+from asyncrl.messaging.framing import Buffer
 from asyncrl.messaging.keys import ServerKeys, admitting
 from asyncrl.messaging.sockets import LINGER_MS, ConnectionGuard, bind_again, bind_router
 from asyncrl.messaging.wire import WITH_EPISODE, Message, decode

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import AssetError, AsyncRLError, ConfigError, RunError
-from asyncrl.observability import waits
+from asyncrl.observability import process_status, waits
 from asyncrl.observability.signals import starting_child
 from asyncrl.simulators.interface import Demonstrator, SimStart, Simulator, SimulatorSource, SimulatorSpec
 from asyncrl.simulators.pool_worker import Frames, Message, Worker, pack, plain_tuples, unpack, worker_main
@@ -238,7 +238,7 @@ class SimulatorPool:
                 return answers
             remotes = [member for member in self._members if isinstance(member, _WorkerProcess)]
             if remotes:
-                with waits.waiting(waits.SIMULATORS):
+                with process_status.waiting(waits.SIMULATORS):
                     wait([x for m in remotes for x in (m.pipe, m.process.sentinel)], timeout=min(left, 1.0))
 
     def close(self) -> None:
@@ -263,7 +263,7 @@ class SimulatorPool:
             first.answers()
             if first.spec is None:
                 first.check(START_TIMEOUT)
-                with waits.waiting(waits.SIMULATORS):
+                with process_status.waiting(waits.SIMULATORS):
                     wait([first.pipe, first.process.sentinel], timeout=1.0)
         return first.spec
 

@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 
 from asyncrl import __version__
 from asyncrl.errors import CheckpointError
-from asyncrl.observability import waits
+from asyncrl.observability import process_status, waits
 from asyncrl.observability.process_status import activity
 from asyncrl.storage import checkpoint_state
 from asyncrl.storage.assets import kept, latest
@@ -114,7 +114,7 @@ class Checkpoints:
         if self._writer is None:
             return
         began = time.monotonic()
-        with waits.waiting(waits.CHECKPOINT, deadline):
+        with process_status.waiting(waits.CHECKPOINT, deadline):
             self._writer.join(deadline)
         self._waited += time.monotonic() - began
         if self._writer.is_alive():

@@ -84,7 +84,7 @@ def acquire(run_dir: Path) -> RunLock:
     """Become the owner of a run folder; waits for the processes of an owner that died."""
     handle = _open(run_dir)
     try:
-        with waits.waiting(waits.OWNER, LEAVE_DEADLINE):
+        with process_status.waiting(waits.OWNER, LEAVE_DEADLINE):
             began = time.monotonic()
             while not take_lock(run_dir / LOCK, handle):
                 found, waited = _read(run_dir), time.monotonic() - began

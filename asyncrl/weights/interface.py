@@ -25,41 +25,15 @@ from asyncrl.errors import WeightSyncError, first_line
 from asyncrl.observability.metrics import Metric
 from asyncrl.observability.signals import BlockingThread
 from asyncrl.registry import resolve
-from asyncrl.weights import packing
-from asyncrl.weights.packing import Buffers, Manifest
+from asyncrl.weights.packing import BufferPair, Buffers, WeightSource
 
 ABORT_SECONDS = 10.0  # Longest wait for an aborted link; NCCL needs about half a second
 POLL_SECONDS = 0.02  # Seconds between two checks of a bounded action
 PULL: Final = "pull"  # In place of a transport's name: fetch the versions over the socket
 Named = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
 """An actor's tensors by name, or a function that returns them."""
-BufferPair = tuple[Buffers, Buffers]  # The learner's two buffer sets, by buffer index
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-
-
-class WeightSource(Protocol):
-    """The learner's weights, in its own dtypes and perhaps sharded over its ranks."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """Names, full shapes, and the actors' dtypes; fixed for a run."""
-        ...
-
-    def write(self, targets: Mapping[str, Tensor]) -> None:
-        """Write every tensor, cast, into `targets`, by name, on rank 0; collective if sharded."""
-
-
-class WholeTensors:
-    """A `WeightSource` of unsharded tensors."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-        self.manifest = packing.build_manifest(tensors)
-
-    def write(self, targets: Mapping[str, Tensor]) -> None:
-        """Copy every tensor into its place."""
-        packing.fill(targets, self._tensors)
 
 
 class ChannelClosed(WeightSyncError):
@@ -123,7 +97,8 @@ class Receiver(ABC):
 class Link:
     """Connection of one epoch between the learner (rank 0) and its members; every call may block.
 
-    Its optional `moved` counts the pieces carried so far: a slow network is no dead peer.
+    Its optional `moved` counts the pieces carried so far: a slow network is no dead peer. With an optional
+    `may_block` of False it is used on the calling thread, without a deadline.
     """
 
     def send(self, buffer_index: int) -> None:
@@ -179,14 +154,6 @@ def open_store(address: str, seconds: float) -> Store:
     host, _, port = place.rpartition(":")
     how = {"is_master": False, "timeout": timedelta(seconds=seconds), "wait_for_workers": False}
     return PrefixStore(prefix, TCPStore(host, int(port), **how))
-
-
-def stale_version(version: int, newest: int) -> WeightSyncError:
-    """Return the error for a version that does not come after the newest one."""
-    return WeightSyncError(
-        f"Version {version} was published after version {newest}, but actors only ever take a newer one. "
-        "Publish once per update, with the update's number."
-    )
 
 
 # --- links that may block for ever ---
@@ -253,6 +220,9 @@ class TransportSession:
         """Broadcast over the link."""
         link = self._link
         assert link is not None
+        if not getattr(link, "may_block", True):
+            action(link)
+            return
         self._run(lambda: action(link), what=what, progress=lambda: getattr(link, "moved", 0))
 
     def drop(self) -> None:

@@ -1,4 +1,4 @@
-"""Copy named tensors into one flat buffer per dtype, and out of it again; checksums of the buffers.
+"""Pack named tensors into one flat buffer per dtype, two buffer sets in turns; unpack and sum them.
 
 E: elements of a buffer: all tensors of one dtype, each padded to a multiple of 16 bytes.
 """
@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +28,7 @@ FOLD = 4096  # Words per row of the table as which a buffer is summed
 CACHED_ROWS = 32  # Rows (1 MiB) that are still in a CPU's cache when they are read again
 
 Buffers = list[Tensor]  # One [E] buffer per dtype, in the order of Manifest.dtypes
+BufferPair = tuple[Buffers, Buffers]  # The learner's two buffer sets, by buffer index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,3 +208,117 @@ def _padded(elements: int, dtype: str) -> int:
 
 def _described(entry: Entry | None) -> str:
     return "absent" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+
+
+# --- versions in two buffer sets
+
+
+class WeightSource(Protocol):
+    """The learner's weights, in its own dtypes and perhaps sharded over its ranks."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """Names, full shapes, and the actors' dtypes; fixed for a run."""
+        ...
+
+    def write(self, targets: Mapping[str, Tensor]) -> None:
+        """Write every tensor, cast, into `targets`, by name, on rank 0; collective if sharded."""
+
+
+class WholeTensors:
+    """A `WeightSource` of unsharded tensors."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self.manifest = build_manifest(tensors)
+
+    def write(self, targets: Mapping[str, Tensor]) -> None:
+        """Copy every tensor into its place."""
+        fill(targets, self._tensors)
+
+
+def stale_version(version: int, newest: int) -> WeightSyncError:
+    """Return the error for a version that does not come after the newest one."""
+    return WeightSyncError(
+        f"Version {version} was published after version {newest}, but actors only ever take a newer one. "
+        "Publish once per update, with the update's number."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedVersion:
+    """One version in a buffer set."""
+
+    version: int
+    buffer_index: int
+    packed: torch.cuda.Event | None  # End of the copies into the buffers; None on the CPU
+
+    @property
+    def complete(self) -> bool:
+        """True if the copies are done."""
+        return self.packed is None or self.packed.query()
+
+
+class DoubleBuffer:
+    """Buffers that the learner's thread packs and the publisher's sends; an unsent version is replaced."""
+
+    def __init__(self, device: torch.device, allocator: Callable[[Manifest], Buffers] | None = None) -> None:
+        self.device = device
+        self._allocate = allocator or (lambda manifest: allocate(manifest, device))
+        self._lock = threading.Lock()
+        self._pending: PackedVersion | None = None
+        self._current: PackedVersion | None = None
+        self._holders = 0
+        self.buffer_pair: BufferPair = ([], [])
+        self._views: list[dict[str, Tensor]] = []
+        self.manifest: Manifest | None = None  # None until the first version is packed
+        self.newest = -1
+
+    def pack(self, source: WeightSource, version: int) -> None:
+        """Let the source write into the free set; on CUDA in stream order, without waiting for the copies."""
+        manifest, event = source.manifest, None
+        with self._lock:
+            if version <= self.newest:
+                raise stale_version(version, self.newest)
+            if self.manifest is None:
+                self.buffer_pair = (self._allocate(manifest), self._allocate(manifest))
+                self._views = [views_in(manifest, buffers) for buffers in self.buffer_pair]
+                self.manifest = manifest
+            require_same(manifest, self.manifest, "the first publish")
+            # Not valid while its buffers are overwritten, and so nothing can be promoted.
+            self._pending = None
+            index = 0 if self._current is None else 1 - self._current.buffer_index
+        # Without the lock: sharded weights are gathered here, and others must not wait for that.
+        source.write(self._views[index])
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                event = torch.cuda.Event()
+                event.record()
+        with self._lock:
+            self._pending = PackedVersion(version=version, buffer_index=index, packed=event)
+            self.newest = version
+
+    def promote(self) -> PackedVersion | None:
+        """Make the newest version the one to send, unless its predecessor is held; None before the first."""
+        with self._lock:
+            if self._pending is not None and not self._holders:
+                self._current, self._pending = self._pending, None
+            return self._current
+
+    @property
+    def sending(self) -> int:
+        """Version that is sent now; -1 before the first."""
+        current = self._current
+        return -1 if current is None else current.version
+
+    @contextmanager
+    def holding(self) -> Iterator[PackedVersion]:
+        """Keep the version that is sent now in its buffers within the block."""
+        with self._lock:
+            assert self._current is not None
+            self._holders, snapshot = self._holders + 1, self._current
+        try:
+            yield snapshot
+        finally:
+            with self._lock:
+                self._holders -= 1

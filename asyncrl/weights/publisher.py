@@ -26,18 +26,20 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from asyncrl.errors import ConfigError, WeightSyncError
+from asyncrl.errors import AsyncRLError, ConfigError, WeightSyncError
 from asyncrl.observability import metrics_system as m
-from asyncrl.observability import waits
+from asyncrl.observability import process_status, waits
 from asyncrl.observability.metrics import Metric
 from asyncrl.weights import interface, packing
-from asyncrl.weights.buffers import DoubleBuffer, PackedVersion
-from asyncrl.weights.interface import POLL_SECONDS, Link, Publisher, TransportSession, WeightSource
+from asyncrl.weights.interface import POLL_SECONDS, Link, Publisher, TransportSession
+from asyncrl.weights.packing import DoubleBuffer, PackedVersion, WeightSource, WholeTensors
+from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.weight_server import GOODBYE, ServerSettings, Subscriber, WeightServer
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+RELAY_POLL: Final = 0.5  # Seconds between two checks of a relay for the run's end
 IDLE_SECONDS = 0.1  # Longest wait for messages and versions
 PACKING_POLL_SECONDS = 0.0005  # Seconds between two polls of the device's packing
 READY_SECONDS = 2.0  # Longest wait for the members' answer to group
@@ -93,7 +95,7 @@ class BroadcastPublisher(Publisher):
     ) -> None:
         """Wait until an actor holds `version`, or a stop is requested."""
         until = time.monotonic() + timeout
-        with waits.waiting(waits.FIRST_ACTOR, timeout):
+        with process_status.waiting(waits.FIRST_ACTOR, timeout):
             while not stop_requested():
                 self._require_alive()
                 with self.server.changed:
@@ -233,7 +235,7 @@ class BroadcastPublisher(Publisher):
         epoch, members = self._epoch, self._members
         patience = min(READY_SECONDS, self._deadline)
         self._waiting_for = f"forming the weight group (to: {_names(members)})"
-        with waits.waiting(waits.READY, patience, f" of epoch {epoch}"):
+        with process_status.waiting(waits.READY, patience, f" of epoch {epoch}"):
             late = self._await_answers(-1, patience)
         if late:
             raise WeightSyncError(f"left behind, did not answer: {_names(late)}.")
@@ -246,7 +248,7 @@ class BroadcastPublisher(Publisher):
             opened, pair = interface.open_store(store, self._deadline), self._buffers.buffer_pair
             return self._transport.connect_root(opened, size, pair)
 
-        with waits.waiting(waits.FORMING, self._deadline, f", epoch {epoch}"):
+        with process_status.waiting(waits.FORMING, self._deadline, f", epoch {epoch}"):
             self._session.form("forming the weight group", form)
 
     def _send(self, snapshot: PackedVersion) -> None:
@@ -261,9 +263,9 @@ class BroadcastPublisher(Publisher):
         for member in self._members:
             self.server.send(member.peer, "send", epoch=self._epoch, **header)
         about = f" version {version}"
-        with waits.waiting(waits.BROADCAST, self._deadline, about):
+        with process_status.waiting(waits.BROADCAST, self._deadline, about):
             self._session.use("broadcasting" + about, lambda link: link.send(index))
-        with waits.waiting(waits.RECEIPTS, self._deadline, about):
+        with process_status.waiting(waits.RECEIPTS, self._deadline, about):
             late = self._await_answers(version, self._deadline)
         if late:
             raise WeightSyncError(f"no receipt within {self._deadline:g} s from {_names(late)}.")
@@ -306,6 +308,41 @@ class BroadcastPublisher(Publisher):
             f"{x.name}: {x.answer[2]}" for x in self._members if x.answer[0] == self._epoch and x.answer[2]
         )
         return next(problems, "")
+
+
+class Relay:
+    """Hands versions on to the actors of another host: once over the network, then through memory.
+
+    Publishes the versions of a receiver that was built without tensors, and closes both.
+    """
+
+    def __init__(self, receiver: WeightReceiver, publisher: Publisher) -> None:
+        self._receiver, self._publisher = receiver, publisher
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="host weights", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Announce that no version will follow, and stop. May be called twice."""
+        self._closing.set()
+        self._thread.join()
+        self._receiver.close()
+        self._publisher.close()
+
+    def _run(self) -> None:
+        version = -1
+        try:
+            while not (self._closing.is_set() or self._receiver.ended):
+                self._receiver.wait_newer(version, RELAY_POLL)
+                self._receiver.require_alive()
+                version = self._receiver.hand_on(
+                    version, lambda tensors, number: self._publisher.publish(WholeTensors(tensors), number)
+                )
+        except AsyncRLError as error:
+            _log.warning("The actors of this host get no new weights: %s", error)
+        except Exception:  # the thread's boundary: its actors end as those of a learner that is gone
+            _log.exception("The actors of this host get no new weights")
+        self._publisher.close()
 
 
 def _serve_stores(address: str) -> tuple[TCPStore, str]:

@@ -12,23 +12,31 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 import zmq
 from torch import Tensor
 
-from asyncrl.errors import AsyncRLError, AttemptEnded, WeightSyncError, WireError
-from asyncrl.messaging.keys import ClientKeys, Handshakes
-from asyncrl.messaging.sockets import GOODBYE_MS, LINGER_MS, open_dealer
-from asyncrl.messaging.weight_messages import CHUNK, WeightMessage, decode, encode
+from asyncrl.errors import AttemptEnded, WeightSyncError, WireError
+from asyncrl.messaging.framing import FramedMessage
+from asyncrl.messaging.keys import ClientKeys
+from asyncrl.messaging.sockets import GOODBYE_MS, LINGER_MS, Handshakes, WakeableSocket, open_dealer
+from asyncrl.messaging.weight_messages import CHUNK, decode, encode
 from asyncrl.observability import process_status, waits
 from asyncrl.storage.run_owner import NO_RUN, RunIdentity
 from asyncrl.weights import interface, packing
-from asyncrl.weights.buffers import BufferedReceiver
-from asyncrl.weights.interface import ABORT_SECONDS, PULL, Link, Publisher, TransportSession, WholeTensors
-from asyncrl.weights.weight_server import WakeableSocket
+from asyncrl.weights.interface import (
+    ABORT_SECONDS,
+    PULL,
+    ChannelClosed,
+    Link,
+    Named,
+    Receiver,
+    TransportSession,
+)
 
 IN_FLIGHT: Final = 8  # Pieces requested at the same time, at most
 HEARTBEAT: Final = 0.5  # Seconds between two questions for a newer version
@@ -36,11 +44,127 @@ ASK_AGAIN: Final = 10.0  # Seconds without a piece until all are requested again
 MAX_DAMAGED: Final = 3  # Damaged messages or versions in a row after which a receiver gives up
 CLOSE_SECONDS: Final = 2 * ABORT_SECONDS  # Longest wait of close
 MAX_REASON: Final = 2000  # Letters of a reason that is sent
-RELAY_POLL: Final = 0.5  # Seconds between two checks of a relay for the run's end
 _SLICE: Final = 0.1
 _log = logging.getLogger(__name__)
 
 Piece = tuple[int, int, int]  # Buffer, first byte and number of bytes
+
+
+@dataclass
+class _Set:
+    buffers: packing.Buffers
+    views: dict[str, Tensor]
+    read: torch.cuda.Event | None = None
+    """End of the last swap from it; None on the CPU, and before the first."""
+
+
+class BufferedReceiver(Receiver):
+    """The actor's side: a subclass fills the spare buffers on its own thread."""
+
+    def __init__(
+        self,
+        name: str,
+        endpoint: str,
+        manifest: packing.Manifest | None,
+        device: torch.device,
+        deadline: float,
+    ) -> None:
+        self._name, self._endpoint, self._manifest = name, endpoint, manifest
+        self._device, self._deadline = device, deadline
+        self._spare: _Set | None = None  # Destination of the next version, made when it comes
+        self._complete: _Set | None = None  # The newest complete version
+        # Everything below is shared between the two threads and guarded by this condition.
+        self._changed = threading.Condition()
+        self._version, self._held = -1, -1
+        self._state = f"waiting for the learner at {endpoint} to publish its first version"
+        self._failure: Exception | None = None
+        self.ended = False
+        """True after the learner announced that no version will follow."""
+
+    # --- the actor's thread ---
+
+    def wait_for_first(self, deadline: float) -> int:
+        """Wait for the first complete version."""
+        until = time.monotonic() + deadline
+        with self._changed:
+            while self._version < 0:
+                self.require_alive()
+                if self.ended:
+                    raise ChannelClosed(f"The learner ended the run before {self._name} had weights.")
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise WeightSyncError(
+                        f"{self._name} waited for its first weights, at most {deadline:g} s, and has none: "
+                        f"{self._state}. See the learner's log."
+                    )
+                self._changed.wait(left)
+            return self._version
+
+    def swap_into(self, tensors: Named) -> int:
+        """Copy the newest complete version into the tensors if it is newer."""
+        self.require_alive()
+        if self._version <= self._held:
+            return self._held
+        assert self._manifest is not None  # Of a receiver that adopts one, versions are handed on.
+        tensors = tensors() if callable(tensors) else tensors
+        packing.require_same(self._manifest, packing.build_manifest(tensors), f"{self._name}'s swap")
+        with self._changed:
+            complete = self._complete
+            assert complete is not None  # There is a version.
+            packing.fill(tensors, complete.views)
+            if self._device.type == "cuda":
+                # `_spare_buffers` waits for this event before the next version is received into them.
+                complete.read = torch.cuda.Event()
+                complete.read.record(torch.cuda.current_stream(self._device))
+            self._held = self._version
+        return self._held
+
+    def wait_newer(self, version: int, wait: float) -> None:
+        """Wait until there is a newer version."""
+        with self._changed:
+            if self._version <= version:
+                self._changed.wait(wait)
+
+    def hand_on(self, version: int, action: Callable[[Mapping[str, Tensor], int], object]) -> int:
+        """Call `action` with the newest complete version if it is newer than `version`; return its number."""
+        with self._changed:
+            if self._version > version:
+                assert self._complete is not None  # It holds the version.
+                action(self._complete.views, self._version)
+                version = self._version
+        return version
+
+    def require_alive(self) -> None:
+        """Raise the receiver's failure, after which no version comes."""
+        if isinstance(self._failure, AttemptEnded):
+            raise self._failure
+        if self._failure is not None:
+            raise WeightSyncError(str(self._failure)) from self._failure
+
+    # --- the receiver's thread ---
+
+    def _spare_buffers(self) -> packing.Buffers:
+        if self._spare is None:
+            assert self._manifest is not None
+            buffers = packing.allocate(self._manifest, self._device)
+            self._spare = _Set(buffers=buffers, views=packing.views_in(self._manifest, buffers))
+        if self._spare.read is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._spare.read)
+        return self._spare.buffers
+
+    def _accept(self, version: int) -> None:
+        # The spare buffers, which hold `version`, become the complete ones, unless it is not newer.
+        with self._changed:
+            if version > self._version:
+                assert self._spare is not None  # It holds the version.
+                self._spare, self._complete = self._complete, self._spare
+                self._version = version
+                self._changed.notify_all()
+
+    def _finish(self, failure: Exception | None) -> None:
+        with self._changed:
+            self._failure, self.ended = failure, failure is None
+            self._changed.notify_all()
 
 
 class _Closing(Exception): ...
@@ -86,7 +210,7 @@ class WeightReceiver(BufferedReceiver):
             raise
         self._wakeable = WakeableSocket(self._socket)
         self._session = TransportSession(deadline, self._given_up, self._listen, self._wakeable.wake)
-        self._inbox: deque[WeightMessage] = deque()
+        self._inbox: deque[FramedMessage] = deque()
         self._asked_at, self._silent, self._listened_at = -math.inf, 0.0, time.monotonic()
         self._epoch, self._damaged = 0, 0  # Epoch 0: none, or it failed
         self._closing = threading.Event()
@@ -121,7 +245,7 @@ class WeightReceiver(BufferedReceiver):
             self._socket.disable_monitor()
             self._context.destroy(linger=GOODBYE_MS if self._closing.is_set() else LINGER_MS)
 
-    def _handle(self, message: WeightMessage) -> None:
+    def _handle(self, message: FramedMessage) -> None:
         if message.kind == "layout":
             learner = packing.Manifest.from_json(bytes(message.payload))
             if self._manifest is None:
@@ -257,7 +381,7 @@ class WeightReceiver(BufferedReceiver):
 
     # member of the weight group
 
-    def _form(self, message: WeightMessage) -> None:
+    def _form(self, message: FramedMessage) -> None:
         epoch, rank, size, where = (message[name] for name in ("epoch", "rank", "size", "store"))
         transport = self._transport
         assert transport is not None  # The learner sends this to members only.
@@ -266,18 +390,18 @@ class WeightReceiver(BufferedReceiver):
         def form() -> Link:
             return transport.connect_member(interface.open_store(where, self._deadline), rank, size)
 
-        with waits.waiting(waits.JOINING, self._deadline, f", epoch {epoch}"):
+        with process_status.waiting(waits.JOINING, self._deadline, f", epoch {epoch}"):
             self._session.form(self._state, form)
         self._state = f"member of epoch {epoch}, waiting for a version"
 
-    def _receive(self, message: WeightMessage) -> None:
+    def _receive(self, message: FramedMessage) -> None:
         version, index, transport = message["version"], message["buffer_index"], self._transport
         assert transport is not None
         assert self._session.formed  # `form` precedes `send`.
         with transport.side_stream():
             spare = self._spare_buffers()
         try:
-            with waits.waiting(waits.RECEIVING, self._deadline, f": version {version}"):
+            with process_status.waiting(waits.RECEIVING, self._deadline, f": version {version}"):
                 self._session.use(f"receiving version {version}", lambda link: link.receive(index, spare))
         except BaseException:
             self._spare = None  # An abandoned broadcast may still write into these buffers.
@@ -303,38 +427,3 @@ class WeightReceiver(BufferedReceiver):
         self._ask_newest()
         newest = max((x["epoch"] for x in self._inbox if x.kind == "group"), default=self._epoch)
         return f"the learner went on to epoch {newest}" if newest != self._epoch else ""
-
-
-class Relay:
-    """Hands versions on to the actors of another host: once over the network, then through memory.
-
-    Publishes the versions of a receiver that was built without tensors, and closes both.
-    """
-
-    def __init__(self, receiver: WeightReceiver, publisher: Publisher) -> None:
-        self._receiver, self._publisher = receiver, publisher
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="host weights", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Announce that no version will follow, and stop. May be called twice."""
-        self._closing.set()
-        self._thread.join()
-        self._receiver.close()
-        self._publisher.close()
-
-    def _run(self) -> None:
-        version = -1
-        try:
-            while not (self._closing.is_set() or self._receiver.ended):
-                self._receiver.wait_newer(version, RELAY_POLL)
-                self._receiver.require_alive()
-                version = self._receiver.hand_on(
-                    version, lambda tensors, number: self._publisher.publish(WholeTensors(tensors), number)
-                )
-        except AsyncRLError as error:
-            _log.warning("The actors of this host get no new weights: %s", error)
-        except Exception:  # the thread's boundary: its actors end as those of a learner that is gone
-            _log.exception("The actors of this host get no new weights")
-        self._publisher.close()

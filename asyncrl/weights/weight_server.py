@@ -7,58 +7,47 @@ The publisher's thread owns all state; others read it under `changed`.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-import weakref
 from collections import deque
-from contextlib import ExitStack, closing
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 import zmq
 
 from asyncrl.errors import WireError
+from asyncrl.messaging.framing import Buffer, FramedMessage
 from asyncrl.messaging.keys import ServerKeys, admitting
-from asyncrl.messaging.sockets import LINGER_MS, ConnectionGuard, bind, bind_again, bind_router
-from asyncrl.messaging.weight_messages import CHUNK, MAX_PAYLOAD, Buffer, WeightMessage, decode, encode
+from asyncrl.messaging.sockets import (
+    LINGER_MS,
+    ConnectionGuard,
+    WakeableSocket,
+    bind,
+    bind_again,
+    bind_router,
+)
+from asyncrl.messaging.weight_messages import CHUNK, MAX_PAYLOAD, decode, encode
 from asyncrl.observability import process_status, waits
 from asyncrl.storage.run_owner import NO_RUN, RunIdentity
-from asyncrl.weights.buffers import DoubleBuffer, HostVersions
+from asyncrl.weights import packing
+from asyncrl.weights.packing import DoubleBuffer
 
 GOODBYE: Final = 2.0  # Seconds for receivers to read that the channel is closed
 LAST_CALL: Final = 0.2  # The same without any receiver, for those that are just connecting
 STOPPED_SECONDS: Final = 2.0  # A member halted for so long is left behind; a profiler halts one for less
 MOST_LETTERS: Final = 100  # Longest name of an actor
 LEFT_BEHIND: Final = "was left behind: it did not answer"
+MOST_COPIES: Final = 4
+"""Host copies kept at most. Beyond it the oldest goes, and its readers begin again with the newest."""
 _TAKEN: Final = ("newest", "bytes", "answer", "leave")
 _CHECK_SECONDS: Final = 0.02
 _AT_ONCE: Final = 64
 _log = logging.getLogger(__name__)
-
-
-class WakeableSocket:
-    """A socket whose wait another thread can end."""
-
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self._socket = socket
-        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._event)  # Only then: a late `wake` finds no other file.
-        self._poller = zmq.Poller()
-        self._poller.register(socket, zmq.POLLIN)
-        self._poller.register(self._event, zmq.POLLIN)
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for a message or `wake`, at most `seconds`; True if a message is there."""
-        ready = dict(self._poller.poll(int(1000 * seconds)))
-        if self._event in ready:
-            os.eventfd_read(self._event)
-        return self._socket in ready
-
-    def wake(self) -> None:
-        """End the wait. Any thread may call it."""
-        os.eventfd_write(self._event, 1)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -228,36 +217,40 @@ class WeightServer:
         _log.warning("refused a message about weights: %s", why)
         self.send(peer, "refused", reason=reason[:1000])
 
-    def _on_newest(self, peer: bytes, message: WeightMessage) -> None:
+    def _on_newest(self, peer: bytes, message: FramedMessage) -> None:
+        subscriber = self.subscribers.get(peer) or self._register(peer, message)
+        if subscriber is None:
+            return
+        if subscriber.behind:
+            subscriber.behind = False
+            self._log_event(subscriber, "joined")
+        if 0 <= subscriber.reading <= message["held"]:
+            subscriber.seconds = time.monotonic() - subscriber.offered_at
+        subscriber.reading = -1
+        if not subscriber.member:  # A member's receipts count, once all have sent theirs.
+            subscriber.held = message["held"]
+        if not self._offer(subscriber):
+            self.send(peer, "unchanged")
+
+    def _register(self, peer: bytes, message: FramedMessage) -> Subscriber | None:
         name, identity = message["name"], self._settings.identity
         if not name.isprintable() or not 0 < len(name) <= MOST_LETTERS:
             self.send(peer, "refused", reason=f"a name has 1 to {MOST_LETTERS} letters that can be printed.")
-        elif not identity.knows(message["secret"]):
+            return None
+        if not identity.knows(message["secret"]):
             why = f"{name!r} belongs to another run than this learner, or to none."
             self._refuse(peer, "this is the learner of another run.", why)
-        elif message["attempt"] < identity.attempt:
+            return None
+        if message["attempt"] < identity.attempt:
             self.send(peer, "ended", attempt=identity.attempt)
-        else:
-            subscriber = self.subscribers.get(peer) or self._register(peer, message)
-            if subscriber.behind:
-                subscriber.behind = False
-                self._log_event(subscriber, "joined")
-            if 0 <= subscriber.reading <= message["held"]:
-                subscriber.seconds = time.monotonic() - subscriber.offered_at
-            subscriber.reading = -1
-            if not subscriber.member:  # A member's receipts count, once all have sent theirs.
-                subscriber.held = message["held"]
-            if not self._offer(subscriber):
-                self.send(peer, "unchanged")
-
-    def _register(self, peer: bytes, message: WeightMessage) -> Subscriber:
-        about = {name: message[name] for name in ("name", "member", "pid", "started", "manifest")}
+            return None
+        about = {field: message[field] for field in ("name", "member", "pid", "started", "manifest")}
         new = Subscriber(peer=peer, heard=time.monotonic(), **about)
         for former in self.members():
-            if new.member and not former.started and former.name == new.name:
+            if new.member and not former.started and former.name == name:
                 self._forget(former, "was replaced")  # On this host its end is noticed at once.
         self.subscribers[peer] = new
-        self.failed.pop(new.name, None)
+        self.failed.pop(name, None)
         self._log_event(new, "joined")
         return new
 
@@ -282,7 +275,7 @@ class WeightServer:
             puller.reading, puller.offered_at = copy.version, time.monotonic()
         return puller.reading >= 0
 
-    def _on_bytes(self, puller: Subscriber, message: WeightMessage) -> None:
+    def _on_bytes(self, puller: Subscriber, message: FramedMessage) -> None:
         version, buffer, offset, length = (message[x] for x in ("version", "buffer", "offset", "length"))
         copy, peer = self.copies.by_number.get(version), puller.peer
         if copy is None or puller.reading != version:
@@ -321,3 +314,59 @@ class WeightServer:
             there = [each for each in self.subscribers.values() if not each.started and not each.behind]
             count = sum(each.member == subscriber.member for each in there)
             self._events.append(f"{subscriber.name} {what} ({count} {kind}{'' if count == 1 else 's'} now)")
+
+
+# --- copies for pullers
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostVersion:
+    """One version in host memory."""
+
+    version: int
+    checksum: int
+    buffers: list[memoryview]
+
+
+class HostVersions:
+    """Host copies of the newest versions, for pullers: each is made on a thread of its own, one at a time."""
+
+    def __init__(self, buffers: DoubleBuffer, wake: Callable[[], None]) -> None:
+        self._buffers, self._wake = buffers, wake
+        cuda = buffers.device.type == "cuda"
+        self._stream = torch.cuda.Stream(buffers.device) if cuda else None
+        self._next: Future[HostVersion] | None = None
+        self.by_number: dict[int, HostVersion] = {}
+
+    def newest(self, wanted: set[int]) -> HostVersion | None:
+        """Return the newest copy, and begin to copy a newer version; then only `wanted` copies stay."""
+        if self._next is not None and self._next.done():
+            copy, self._next = self._next.result(), None
+            kept = sorted(self.by_number.keys() & wanted)[1 - MOST_COPIES :]
+            self.by_number = {version: self.by_number[version] for version in kept} | {copy.version: copy}
+        newest = max(self.by_number, default=-1)
+        if self._next is None and self._buffers.sending > newest:
+            self._next = Future()
+            threading.Thread(target=self._copy, args=[self._next], name="weights copy", daemon=True).start()
+        return self.by_number.get(newest)
+
+    def clear(self) -> None:
+        """Free all copies but that of the version that is sent: pullers that come and go make it once."""
+        sending = self._buffers.sending
+        self.by_number = {n: copy for n, copy in self.by_number.items() if n == sending}
+        if (made := self._next) is not None and made.done():
+            self._next = None if made.exception() or made.result().version != sending else made
+
+    def _copy(self, result: Future[HostVersion]) -> None:
+        try:
+            aside = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+            with self._buffers.holding() as snapshot, aside:
+                if snapshot.packed is not None:
+                    snapshot.packed.synchronize()
+                buffers = [b.to("cpu", copy=True) for b in self._buffers.buffer_pair[snapshot.buffer_index]]
+            views = [packing.as_bytes(buffer).numpy().data for buffer in buffers]
+            checksum = packing.checksum(buffers)
+            result.set_result(HostVersion(version=snapshot.version, checksum=checksum, buffers=views))
+        except Exception as error:  # the thread's boundary: the publisher's thread raises it
+            result.set_exception(error)
+        self._wake()

@@ -19,7 +19,7 @@ from asyncrl.observability import metrics_system as m
 from asyncrl.policies.interface import ActResult, SamplingParams
 from asyncrl.records import StartState
 from asyncrl.replay.inline_ports import InProcessLearnerPort
-from asyncrl.weights.interface import WholeTensors
+from asyncrl.weights.packing import WholeTensors
 from asyncrl.weights.transports.in_process import build_in_process
 from asyncrl.worlds.start_states import StartStateStream
 from support.failing_models import GROUP, IMAGE, RowState, config, start

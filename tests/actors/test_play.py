@@ -29,7 +29,7 @@ from asyncrl.replay.inline_ports import InProcessLearnerPort
 from asyncrl.replay.interface import GroupGrant
 from asyncrl.simulators.interface import SimStart, SimulatorSource, SimulatorSpec, random_start
 from asyncrl.simulators.pool import SimulatorPool, SlotAnswer
-from asyncrl.weights.interface import WholeTensors
+from asyncrl.weights.packing import WholeTensors
 from asyncrl.weights.transports.in_process import build_in_process
 from support.replay import next_batch
 from support.simulated import COUNTING, TASKS

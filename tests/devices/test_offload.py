@@ -25,7 +25,7 @@ from asyncrl.observability import metrics_system as m
 from asyncrl.records import Episode
 from asyncrl.replay.buffer import Replay
 from asyncrl.replay.inline_ports import InProcessActorPort
-from asyncrl.weights.interface import WholeTensors
+from asyncrl.weights.packing import WholeTensors
 from asyncrl.weights.transports.in_process import build_in_process
 from support.memory_learner import Run
 from support.replay import next_batch

@@ -12,7 +12,7 @@ from asyncrl.devices.tensors import host_peak
 from asyncrl.errors import ReplayError, RunError, WeightSyncError
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
-from asyncrl.observability import process_status, waits
+from asyncrl.observability import process_status
 from asyncrl.replay.interface import NothingToLearn
 from asyncrl.storage import checkpoint
 from support.memory_learner import Run
@@ -112,7 +112,7 @@ def test_a_wait_that_moves_on_renews_the_deadline_that_the_watchdog_sees(tmp_pat
 
     run.replay.filling = filling
     run.learner.run()
-    assert allowed[0] == 5.0 + waits.GRACE
+    assert allowed[0] == 5.0 + process_status.GRACE
     assert allowed == sorted(set(allowed)), "each second of it moved the deadline"
 
 

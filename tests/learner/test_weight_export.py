@@ -14,8 +14,8 @@ from asyncrl.learner.fsdp import shard
 from asyncrl.learner.weight_export import GatheredWeights, acting_types, acting_weights
 from asyncrl.policies.lora import add_lora
 from asyncrl.weights import packing
-from asyncrl.weights.buffers import DoubleBuffer
 from asyncrl.weights.interface import NullPublisher
+from asyncrl.weights.packing import DoubleBuffer
 from support.ranks import run_ranks
 from support.tiny_models import small_policy
 from support.weights import TYPES, masters, raw

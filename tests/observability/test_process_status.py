@@ -130,17 +130,20 @@ def test_progress_renews_the_deadline_but_not_the_beginning(tmp_path, monkeypatc
 
 def test_waits_are_counted_also_from_before_the_process_joined(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(process_status, "_own_file", None)
-    with waits.waiting(waits.MEETING, 10.0):
+    with process_status.waiting(waits.MEETING, 10.0):
         time.sleep(0.05)
     assert waits.wait_metrics() == {}
     process_status.publish_as(tmp_path, "learner-1")
-    with waits.waiting(waits.BATCH, 10.0, " of 4 groups"):
+    with process_status.waiting(waits.BATCH, 10.0, " of 4 groups"):
         (process,) = process_status.read(tmp_path)
         time.sleep(0.02)
     (activity,) = process.activities
-    assert (activity.what, activity.allowed) == ("waiting for a batch of 4 groups", 10.0 + waits.GRACE)
+    assert (activity.what, activity.allowed) == (
+        "waiting for a batch of 4 groups",
+        10.0 + process_status.GRACE,
+    )
     process_status.publish_as(tmp_path, "learner-0")  # The file of another process of the run counts too.
-    with waits.waiting(waits.BATCH, 10.0):
+    with process_status.waiting(waits.BATCH, 10.0):
         time.sleep(0.02)
     waits.count(waits.RESPAWNS)
     found = waits.wait_metrics()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.episode_layout import episode_arrays, scalar_types, version_of
-from asyncrl.messaging.episode_codec import LongText
+from asyncrl.messaging.framing import LongText
 from asyncrl.records import EndReason, Episode
 
 SAMPLES: dict[type, Any] = {

@@ -28,7 +28,7 @@ from asyncrl.replay.buffer import Replay
 from asyncrl.replay.inline_ports import InProcessLearnerPort
 from asyncrl.replay.interface import ActorPort
 from asyncrl.replay.state import COUNTERS
-from asyncrl.weights.interface import WholeTensors
+from asyncrl.weights.packing import WholeTensors
 from asyncrl.weights.transports.in_process import build_in_process
 from asyncrl.worlds.start_states import StartStateStream, start_state_at
 from support.replay import next_batch

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from asyncrl.weights.interface import BufferPair, Link
-from asyncrl.weights.packing import Buffers
+from asyncrl.weights.interface import Link
+from asyncrl.weights.packing import BufferPair, Buffers
 from asyncrl.weights.transports.gpu import broadcast_options, pieces_of
 
 GLOO = "support.gloo_transport:GlooTransport"

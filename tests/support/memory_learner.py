@@ -22,7 +22,7 @@ from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
 from asyncrl.replay.interface import BatchDescription
 from asyncrl.storage.checkpoint import Checkpoints
-from asyncrl.weights.interface import WeightSource, WholeTensors
+from asyncrl.weights.packing import WeightSource, WholeTensors
 from support.replay import Clock
 from support.table_policy import TablePolicy, groups_of
 

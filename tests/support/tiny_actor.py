@@ -11,7 +11,7 @@ from asyncrl.launch.roles import open_run_replay
 from asyncrl.records import StartState
 from asyncrl.replay.buffer import Replay
 from asyncrl.replay.inline_ports import InProcessLearnerPort
-from asyncrl.weights.interface import WholeTensors
+from asyncrl.weights.packing import WholeTensors
 from asyncrl.weights.transports.in_process import build_in_process
 from asyncrl.worlds.start_states import StartStateStream
 from support.tiny_models import start_state

@@ -10,7 +10,7 @@ import torch
 
 import asyncrl
 from asyncrl.messaging.sockets import private_folder
-from asyncrl.weights.interface import WholeTensors
+from asyncrl.weights.packing import WholeTensors
 from asyncrl.weights.publisher import BroadcastPublisher
 from asyncrl.weights.receiver import WeightReceiver
 from support.weights import swap_until

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.messaging.sockets import private_folder
-from asyncrl.weights.interface import Receiver, WholeTensors
+from asyncrl.weights.interface import Receiver
+from asyncrl.weights.packing import WholeTensors
 from asyncrl.weights.publisher import BroadcastPublisher
 from asyncrl.weights.receiver import WeightReceiver
 from support.ranks import FORKS

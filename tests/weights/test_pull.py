@@ -13,8 +13,9 @@ import zmq
 
 from asyncrl.errors import ConfigError, WeightSyncError, WireError
 from asyncrl.messaging import weight_messages
+from asyncrl.messaging.framing import Buffer
 from asyncrl.messaging.keys import create_keys, load_client_keys, load_server_keys
-from asyncrl.messaging.weight_messages import CHUNK, KINDS, WITH_PAYLOAD, Buffer, decode, encode
+from asyncrl.messaging.weight_messages import CHUNK, KINDS, WITH_PAYLOAD, decode, encode
 from asyncrl.observability import metrics_system as m
 from asyncrl.weights import receiver as pulling
 from asyncrl.weights import weight_server

@@ -11,8 +11,8 @@ import torch
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_system as m
 from asyncrl.weights.interface import PULL
-from asyncrl.weights.publisher import BroadcastPublisher
-from asyncrl.weights.receiver import Relay, WeightReceiver
+from asyncrl.weights.publisher import BroadcastPublisher, Relay
+from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.weight_server import ServerSettings
 from support.gloo_transport import GLOO
 from support.weights import PATIENCE, Actor, channel_folder, policy, raw, source, swap_until, wait_for_all

@@ -16,7 +16,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.weights import packing
-from asyncrl.weights.interface import WholeTensors
+from asyncrl.weights.packing import WholeTensors
 from asyncrl.weights.publisher import BroadcastPublisher
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.transports.shared_memory import SharedMemoryTransport

@@ -12,8 +12,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from asyncrl.learner import weight_export
 from asyncrl.learner.weight_export import GatheredWeights
 from asyncrl.weights import packing
-from asyncrl.weights.buffers import BufferedReceiver
 from asyncrl.weights.publisher import BroadcastPublisher
+from asyncrl.weights.receiver import BufferedReceiver
 from support.ranks import run_ranks
 from support.weights import PATIENCE, TYPES, Actor, raw, timed_publish, wait_for_all
 from support.weights import masters as gathering_masters

@@ -15,11 +15,13 @@ import pytest
 import zmq
 
 from asyncrl.errors import ConfigError, WeightSyncError
-from asyncrl.messaging.weight_messages import Buffer, decode, encode
+from asyncrl.messaging.framing import Buffer
+from asyncrl.messaging.weight_messages import decode, encode
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import waits
 from asyncrl.storage.run_owner import RunIdentity
-from asyncrl.weights.interface import PULL, WholeTensors
+from asyncrl.weights.interface import PULL
+from asyncrl.weights.packing import WholeTensors
 from asyncrl.weights.publisher import BroadcastPublisher
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.weight_server import ServerSettings

@@ -14,6 +14,7 @@ import zmq
 from torch.distributed import HashStore
 
 from asyncrl.errors import ConfigError, WeightSyncError
+from asyncrl.messaging.sockets import WakeableSocket
 from asyncrl.observability import metrics_system as m
 from asyncrl.weights import packing
 from asyncrl.weights import publisher as publishing
@@ -22,7 +23,6 @@ from asyncrl.weights.publisher import BroadcastPublisher
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.transports.gpu import CudaIpcTransport, divide
 from asyncrl.weights.transports.in_process import build_in_process
-from asyncrl.weights.weight_server import WakeableSocket
 from support.gloo_transport import GLOO
 from support.weights import PATIENCE, Actor, policy, raw, source, timed_publish, wait_for_all
 

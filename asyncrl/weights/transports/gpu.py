@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.errors import ConfigError, WeightSyncError
-from asyncrl.weights.interface import BufferPair, Link, Transport
-from asyncrl.weights.packing import Buffers, as_bytes
+from asyncrl.weights.interface import Link, Transport
+from asyncrl.weights.packing import BufferPair, Buffers, as_bytes
 
 PIECE: Final = 64 << 20  # Bytes that are broadcast at a time: a deadline counts from the last piece
 _WATCHDOG: Final = ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT")

@@ -11,7 +11,8 @@ from asyncrl.errors import WeightSyncError
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.weights import packing
-from asyncrl.weights.interface import Named, Publisher, Receiver, WeightSource, stale_version
+from asyncrl.weights.interface import Named, Publisher, Receiver
+from asyncrl.weights.packing import WeightSource, stale_version
 
 
 class InProcessPublisher(Publisher):

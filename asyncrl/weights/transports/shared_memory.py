@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.weights.interface import BufferPair, Link
-from asyncrl.weights.packing import Buffers, Manifest, as_bytes
+from asyncrl.weights.interface import Link
+from asyncrl.weights.packing import BufferPair, Buffers, Manifest, as_bytes
 
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -84,6 +84,8 @@ class SharedMemoryTransport:
 
 
 class _SharedMemoryLink(Link):
+    may_block = False  # A copy needs no other process
+
     def __init__(self, mapped: list[NDArray[np.uint8]]) -> None:
         self._sets = mapped[: len(mapped) // 2], mapped[len(mapped) // 2 :]
 
