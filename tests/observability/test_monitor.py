@@ -159,7 +159,7 @@ def test_a_client_that_says_nothing_is_cut_off_and_others_are_answered(tmp_path)
 
 
 def test_nobody_answers_after_the_end(tmp_path):
-    with Monitor(("127.0.0.1", 0), tmp_path, updates=1) as monitor:
+    with Monitor(("127.0.0.1", 0), tmp_path, updates=1, request_seconds=0.5) as monitor:
         address = monitor.address
         open_one = socket.create_connection(address, timeout=PATIENCE)
         assert ask(monitor, "/healthz")[0] == 200

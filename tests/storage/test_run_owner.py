@@ -13,6 +13,7 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.storage import run_owner
 from asyncrl.storage.run_owner import FolderInUse
+from support.waiting import wait_for
 
 VALID = '{"secret": "' + 32 * "ab" + '", "attempt": %d, "folder": [1, 2]}'
 HOLD = """
@@ -83,13 +84,17 @@ def test_a_member_that_stays_is_an_error_in_time(tmp_path: Path, monkeypatch: py
 
 def test_of_many_that_want_it_at_once_one_gets_it(tmp_path: Path) -> None:
     script = (
-        "import sys, time\nfrom pathlib import Path\nfrom asyncrl.storage import run_owner\n"
+        "import sys\nfrom pathlib import Path\nfrom asyncrl.storage import run_owner\n"
         "try:\n    lock = run_owner.acquire(Path(sys.argv[1]))\n"
         "except run_owner.FolderInUse:\n    sys.exit(7)\n"
-        "time.sleep(6)\n"
+        "sys.stdin.read()\n"
     )
-    asking = [subprocess.Popen([sys.executable, "-c", script, str(tmp_path)]) for _ in range(6)]
-    assert sorted(process.wait(60) for process in asking) == [0, 7, 7, 7, 7, 7]
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    asking = [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in range(6)]
+    wait_for(lambda: sum(process.poll() is not None for process in asking) >= 5)
+    for process in asking:
+        process.communicate(timeout=60)
+    assert sorted(process.returncode for process in asking) == [0, 7, 7, 7, 7, 7]
 
 
 @pytest.mark.parametrize(

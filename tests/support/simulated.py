@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from asyncrl.simulators.interface import SimStart, SimulatorSpec
 from asyncrl.simulators.one_by_one import OneByOne, Outcome
@@ -23,7 +22,9 @@ class RowsState(np.ndarray):
     """Numbers that are the state of a world model's slots."""
 
     @property
-    def finite(self) -> torch.Tensor:
+    def finite(self) -> Any:
+        import torch  # Workers of simulators, which import this module, have no use for it.
+
         return torch.ones(len(self), dtype=torch.bool)
 
 
