@@ -73,9 +73,6 @@ def test_an_episode_without_decisions_is_unsound() -> None:
     assert "0 decisions" in (problem_with(sound(**empty)) or "nothing")
 
 
-# ---- episodes of a simulator ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("end", ["success", "terminated", "truncated"])
 @pytest.mark.parametrize("steps", [9, 12, 16])
 def test_a_simulator_says_how_many_steps_count_whatever_the_rewards_are(end: EndReason, steps: int) -> None:

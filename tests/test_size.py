@@ -31,7 +31,7 @@ CEILINGS = {
     "worlds": (5491, 24),
 }
 """Package (empty: the top level) -> most lines and modules."""
-MOST_TEST_LINES = 45_000
+MOST_TEST_LINES = 44_700
 MOST_BENCHMARK_LINES = 3_500
 LONGEST_FILE, LONGEST_FUNCTION = 440, 60
 HOT_PATH = ("actors", "learner", "replay/limiter.py", "records.py")

@@ -1,4 +1,4 @@
-"""Products of 8-bit numbers: against slow arithmetic, row by row, and in worlds."""
+"""Products of 8-bit numbers: against slow arithmetic, row by row, and in worlds; wrong products are found."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from asyncrl.config.sections import ImaginationSettings
+from asyncrl.devices.tensors import SHARE, SIZES, TOLERANCE, check_matrix_products
 from asyncrl.errors import ConfigError
 from asyncrl.launch.conformance import check_world
 from asyncrl.records import CHUNK
@@ -123,3 +124,35 @@ def test_what_cannot_be_rounded_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     with pytest.raises(ConfigError, match=r"A100 has compute capability 8.0 and no 8-bit products"):
         check_float8(torch.device("cuda"))
+
+
+SMALL = (64, 96, 128)
+
+
+def test_products_that_are_rounded_are_right_and_nobody_elses_random_numbers_change() -> None:
+    torch.manual_seed(3)
+    first = torch.rand(4)
+    torch.manual_seed(3)
+    assert 0 < check_matrix_products(CPU, sizes=[SMALL]) < 0.01
+    assert torch.equal(torch.rand(4), first)
+
+
+@pytest.mark.parametrize("number", [0.0, float("nan"), float("inf")])
+def test_one_wrong_tile_is_found(monkeypatch: pytest.MonkeyPatch, number: float) -> None:
+    def wrong(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:  # In place of `torch.matmul`.
+        found = a @ b
+        found[32:48, 64:80] = number
+        return found
+
+    monkeypatch.setenv(SHARE, "70")
+    monkeypatch.setattr(torch, "matmul", wrong)
+    with pytest.raises(ConfigError, match=rf"cpu .* wrongly: .* 64 x 96 and 96 x 128.*unset {SHARE} \(it"):
+        check_matrix_products(CPU, [SMALL])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_multiplies_right_and_its_errors_are_far_from_the_limit() -> None:
+    device = torch.device("cuda", 0)
+    assert check_matrix_products(device) < TOLERANCE / 5
+    assert all(check_matrix_products(device, sizes=[size]) > 0 for size in SIZES)

@@ -68,9 +68,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Non
     optimizer.step()
 
 
-# ---- exactness -----------------------------------------------------------------------------------
-
-
 def test_what_is_parked_takes_no_memory_and_comes_back_bit_for_bit() -> None:
     model, _ = trainer()
     before = copy.deepcopy(model.state_dict())
@@ -215,9 +212,6 @@ def test_returning_waits_for_the_other_role_to_make_room(monkeypatch: pytest.Mon
     monkeypatch.setattr(offload, "MEMORY_TIMEOUT", -1.0)
     with pytest.raises(torch.OutOfMemoryError):
         offload._allocate(copy)
-
-
-# ---- an actor and a learner ----------------------------------------------------------------------
 
 
 def offloading(actor: Actor) -> OffloadedTensors:

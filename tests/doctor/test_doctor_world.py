@@ -34,9 +34,6 @@ def examination(world: str, *, environment: int = 1000, placement: str = "auto")
     )
 
 
-# ---- trying the world ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("world", "environment", "words"),
     [
@@ -77,9 +74,6 @@ def test_nothing_is_tried_where_nothing_is_imagined() -> None:
     assert models.check_world_model(unknown) is None
     simulated = replace(examination("tabletop"), starts=())
     assert models.check_world_model(simulated) is None
-
-
-# ---- counting ------------------------------------------------------------------------------------
 
 
 def saved(kind: str, folder: Path) -> str:

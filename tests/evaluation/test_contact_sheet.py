@@ -129,8 +129,6 @@ def test_a_sheet_has_a_frame_per_step_and_an_edge_per_outcome(tmp_path: Path) ->
     assert r2 > g2 + 50, "not solved: red"
 
 
-# ---- judged as in training -------------------------------------------------------------------------
-
 SIZE = 8
 
 

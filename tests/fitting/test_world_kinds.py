@@ -79,9 +79,6 @@ def test_every_built_in_world_can_be_fitted_and_has_what_fitting_needs() -> None
     assert not any(inspect.isabstract(fit_class(kind)) for kind in KINDS)
 
 
-# ---- whole fits ----------------------------------------------------------------------------------
-
-
 @pytest.mark.render
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fitted_world_is_recognised_checked_loaded_and_imagines(kind, table, fitted) -> None:
@@ -201,9 +198,6 @@ def test_a_frame_by_frame_autoencoder_learns_the_table(table: Path) -> None:
             return world.fit_autoencoder(read, Schedule(steps=steps, batch=1, learning_rate=1e-2, seed=0))
 
     assert loss(25) < 0.8 * loss(1)
-
-
-# ---- what is refused -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

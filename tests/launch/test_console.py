@@ -112,9 +112,6 @@ def test_an_update_of_equal_episodes_taught_nothing(kind: str, row: Any, said: s
     assert "updates no" not in final_summary(TrainConfig(), tmp_path), "not in most of them"
 
 
-# ---- what both sides took ------------------------------------------------------------------------
-
-
 def balance_of(
     folder: Path, pace: float | None, learner: float, actors: float, placement: str = "auto", **changes: Any
 ) -> str:

@@ -83,8 +83,6 @@ def test_an_actor_gives_way_where_it_shares_a_gpu_with_a_learner(
     assert os.environ[PRIORITY] == "0"
 
 
-# ---- compiled code -------------------------------------------------------------------------------
-
 CPU = torch.device("cpu")
 
 

@@ -127,9 +127,6 @@ def test_the_header_is_what_a_hub_reads_and_names_only_what_the_user_named(tmp_p
     assert (told["license"], told["base_model"]) == ("mit", "owner/base")
 
 
-# --- the command --------------------------------------------------------------
-
-
 def test_an_export_of_a_run_has_a_card_and_the_run_has_none(tmp_path: Path) -> None:
     checkpoint = make_run(tmp_path / "run", measured(40, 32))
     out = tmp_path / "out"

@@ -1,6 +1,8 @@
-"""From groups of episodes to a batch: every number by hand, and what is refused."""
+"""From groups of episodes to a batch and its minibatches, and metrics over micro-batches and ranks."""
 
 import dataclasses
+import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -8,16 +10,25 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
+from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings
+from asyncrl.config.sections import OptimizerSettings
 from asyncrl.errors import ReplayError
 from asyncrl.learner.batches import batch_metrics as metrics_of_outcomes
 from asyncrl.learner.batches import build_batch, group_outcome, valid_steps
+from asyncrl.learner.forward import PolicyForward
+from asyncrl.learner.optimizer import learning_rate_share
+from asyncrl.learner.prepare import build_minibatch, prepare_batch, split_minibatches
+from asyncrl.learner.ranks import LearnerRanks
+from asyncrl.learner.recipe import build_recipe
+from asyncrl.learner.update_metrics import MetricAccumulator, variance
 from asyncrl.observability import metrics_system as r
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
 from asyncrl.replay.admission import problem_with
-from support.table_policy import episode, groups_of
+from support.table_policy import TablePolicy, episode, groups_of
 
 
 def batch_metrics(groups: list[list[Episode]], **about: Any) -> dict[Metric, float]:
@@ -113,3 +124,117 @@ def test_rewards_on_the_way_neither_end_an_episode_nor_are_lost(rewards: list[fl
     solved = two_decisions([*rewards[:last], 1.0, *[0.0] * (15 - last)], success=True)
     assert (valid_steps(solved).sum(), problem_with(solved)) == (last + 1, None)
     assert solved.total_reward == pytest.approx(sum(rewards[:last]) + 1, abs=1e-6)
+
+
+class OtherRankNeeds(LearnerRanks):
+    """Ranks of which another one makes `passes` passes."""
+
+    size = 2
+
+    def __init__(self, passes: int) -> None:
+        self.passes = passes
+
+    def max(self, values: Tensor) -> Tensor:
+        return values.clamp(min=float(self.passes))
+
+
+def forward_in(ranks: LearnerRanks, size: int) -> PolicyForward:
+    return PolicyForward(TablePolicy(), ranks, torch.device("cpu"), micro_batch=size)  # type: ignore[arg-type]
+
+
+@given(episodes=st.integers(1, 40), minibatches=st.integers(1, 8), epoch=st.integers(0, 3))
+def test_every_episode_is_used_once_and_sizes_differ_by_one(episodes, minibatches, epoch) -> None:
+    dealt = split_minibatches(episodes, minibatches, (7, 3, epoch))
+    assert sorted(torch.cat(dealt).tolist()) == list(range(episodes))
+    assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+    again = split_minibatches(episodes, minibatches, (7, 3, epoch))
+    assert all(torch.equal(a, b) for a, b in zip(dealt, again, strict=True))
+
+
+def test_another_epoch_or_version_is_shared_out_differently() -> None:
+    orders = [
+        torch.cat(split_minibatches(32, 4, seed)).tolist() for seed in ((0, 0, 0), (0, 0, 1), (0, 1, 0))
+    ]
+    assert len({tuple(order) for order in orders}) == 3
+
+
+@given(rows=st.integers(0, 50), size=st.integers(1, 20), others=st.integers(0, 60))
+def test_micro_batches_cover_all_rows_and_keep_up_with_the_other_ranks(rows, size, others) -> None:
+    found = forward_in(OtherRankNeeds(others), size).split(rows)
+    own = [part for part in found if part is not None]
+    assert [i for part in own for i in range(rows)[part]] == list(range(rows))
+    assert all(part.stop - part.start <= size for part in own)
+    assert len(found) == max(others, len(own))
+    if size > 2 and rows > 1:
+        assert all(part.stop - part.start > 1 for part in own), "a pass of one row is compiled for itself"
+
+
+def test_a_pass_for_the_others_counts_nothing() -> None:
+    batch = build_batch(groups_of([[10, -1], [-1, -1]]), version=0)
+    recipe = build_recipe(AlgorithmSettings(group_size=2), CorrectionSettings(), CriticSettings())
+    forward = forward_in(LearnerRanks(), 32)
+    prepared = prepare_batch(batch, recipe, forward, MetricAccumulator())
+    minibatch = build_minibatch(batch, prepared, torch.arange(4), recipe, forward, 6)
+    assert minibatch.rows.tolist() == [0, 1, 2, 3, 0]  # The second group carries no signal.
+    part = minibatch.part(None)
+    assert part.rows.tolist() == [0]
+    assert float(part.unit_weights.sum() + part.token_weights.sum() + part.value_weights.sum()) == 0
+    assert not part.mask.any()
+    assert minibatch.part(slice(1, 3)).rows.tolist() == [1, 2]
+    assert float(minibatch.unit_weights.sum()) == pytest.approx(
+        float(batch.mask[:4].sum() / batch.mask.sum())
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "version", "share"),
+    [("constant", 3, 1.0), ("constant", 0, 0.5), ("linear", 6, 0.5), ("linear", 99, 0.0), ("cosine", 6, 0.5)],
+)
+def test_the_learning_rate_by_hand(schedule: str, version: int, share: float) -> None:
+    # Warm-up over 2 updates, decay over 8 more: halfway at 6.
+    settings = OptimizerSettings(schedule=schedule, warmup_updates=2)  # pyright: ignore
+    assert learning_rate_share(settings, version, updates=10) == pytest.approx(share)
+    longer = OptimizerSettings(schedule=schedule, warmup_updates=2, decay_updates=10)  # pyright: ignore
+    assert learning_rate_share(longer, version, updates=1000) == pytest.approx(share)
+
+
+class Twice(LearnerRanks):
+    """Two ranks that hold the same."""
+
+    size = 2
+
+    def sum(self, values: Tensor) -> Tensor:
+        return 2 * values
+
+
+@given(cuts=st.lists(st.integers(0, 12), max_size=3))
+def test_a_mean_is_the_same_whatever_the_micro_batches_were(cuts: list[int]) -> None:
+    g = torch.Generator().manual_seed(0)
+    values, mask = torch.randn(12, 8, 7, generator=g), torch.rand(12, 8, 7, generator=g) < 0.5
+    values[~mask] = math.nan
+    metrics, edges = MetricAccumulator(), [0, *sorted(cuts), 12]
+    for start, stop in itertools.pairwise(edges):
+        if stop > start:
+            metrics.mean(m.ENTROPY_LOSS, values[start:stop], mask[start:stop])
+            metrics.largest(m.IMPORTANCE_MAX, values[start:stop], mask[start:stop])
+            metrics.moments("x", values[start:stop], mask[start:stop])
+    found = metrics.reduce(Twice())
+    valid = values[mask].double()
+    assert found[m.ENTROPY_LOSS] == pytest.approx(float(valid.mean()))
+    assert found[m.IMPORTANCE_MAX] == pytest.approx(float(valid.max()))
+    assert variance(found, "x") == pytest.approx(float(valid.var(correction=0)))
+
+
+def test_totals_are_per_optimizer_step() -> None:
+    metrics = MetricAccumulator()
+    for part in (1.0, 2.0, 3.0):
+        metrics.total(m.LOSS, torch.tensor(part))
+    assert metrics.reduce(LearnerRanks(), 2)[m.LOSS] == 3.0
+    assert metrics.reduce(Twice(), 2)[m.LOSS] == 6.0  # Each rank holds its part of the loss.
+
+
+def test_what_has_no_valid_value_is_left_out() -> None:
+    metrics = MetricAccumulator()
+    metrics.mean(m.RATIO, torch.ones(3), torch.tensor(False))
+    assert m.RATIO not in metrics.reduce(LearnerRanks())
+    assert math.isnan(variance(metrics.reduce(LearnerRanks()), "x"))

@@ -29,9 +29,6 @@ def correction_of(**changes: Any) -> Correction:
     return recipe_of("ppo", **changes).correction
 
 
-# --- levels -------------------------------------------------------------------
-
-
 def tokens() -> tuple[Tensor, Tensor, Tensor]:
     """Log-ratios, mask and episodes of three decisions; episode 0 has two. Masked tokens hold nonsense."""
     g = torch.Generator().manual_seed(3)
@@ -87,9 +84,6 @@ def test_a_ratio_that_is_not_a_number_is_hidden_by_no_kind(kind: str) -> None:
     )
     assert weights is not None
     assert torch.isnan(weights).flatten().tolist() == [True, False, False, False]
-
-
-# --- what a correction needs --------------------------------------------------
 
 
 def test_a_correction_without_what_it_needs_is_refused() -> None:

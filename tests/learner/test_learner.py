@@ -174,9 +174,6 @@ def test_a_resumed_run_ends_with_the_very_same_weights_as_one_that_never_stopped
     assert again.log.rows[6][m.LOSS] == through.log.rows[6][m.LOSS]
 
 
-# ---- ends ----------------------------------------------------------------------------------------
-
-
 def weights_after(run: Run, version: int) -> Tensor:
     return run.publisher.published[version]
 
@@ -245,9 +242,6 @@ def test_a_run_with_nothing_to_learn_ends_well_and_saved(tmp_path: Path) -> None
     run.learner.run()
     assert run.learner.early_end == "every episode of the last 20 groups succeeded"
     assert run.events[-2:] == ["save 0", "stop"]
-
-
-# ---- what is not finite --------------------------------------------------------------------------
 
 
 def weights_in(folder: Path) -> Tensor:

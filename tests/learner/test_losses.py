@@ -1,4 +1,4 @@
-"""Losses per unit: values and gradients by hand, against loops, and against the divergences they estimate."""
+"""Losses per unit: by hand, against loops and the divergences they estimate; the reference stays."""
 
 import math
 
@@ -6,8 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from asyncrl.errors import ConfigError
 from asyncrl.learner.corrections import k3
+from asyncrl.learner.forward import Reference
 from asyncrl.learner.losses import aggregation_weights, cispo_loss, clipped_loss, kl_penalty, value_loss
+from asyncrl.policies.interface import SamplingParams
+from asyncrl.policies.lora import add_lora
+from support.adapters import ALPHA, RANK, move_adapters, small, some_inputs, some_tokens
 
 LOW, HIGH = 0.2, 0.28
 
@@ -129,8 +134,6 @@ def test_in_the_ordinary_range_both_divergences_are_their_formulas_bit_for_bit()
     assert found.equal(expected)
 
 
-# --- aggregation --------------------------------------------------------------
-
 MASK = torch.tensor([[[1, 1]], [[1, 0]], [[1, 1]]]).bool()
 """Episode 0 has three units in two decisions, episode 1 two in one."""
 EPISODE = torch.tensor([0, 0, 1])
@@ -153,3 +156,39 @@ def test_a_rank_without_an_episode_counts_nothing() -> None:
     mask, episode = torch.zeros(0, 8, 7, dtype=torch.bool), torch.zeros(0, dtype=torch.int64)
     weights = aggregation_weights(mask, episode, "length_normalised", units=56, episodes=1, max_units=56)
     assert weights.shape == (0, 8, 7)
+
+
+SAMPLING = SamplingParams(temperature=1.6)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_reference_is_the_policy_of_the_start(lora: bool) -> None:
+    policy = small(value_head="chunk")
+    inputs, tokens = some_inputs(policy), some_tokens()
+    start = policy.evaluate(inputs, {"tokens": tokens}, SAMPLING).logprob.detach()
+    if lora:
+        add_lora(policy, RANK, ALPHA)
+    reference = Reference(policy if lora else small(value_head="chunk"), without_adapters=lora)
+    if lora:
+        move_adapters(policy)
+    else:
+        optimizer = torch.optim.SGD(policy.parameters(), lr=1e-2)
+        policy.evaluate(inputs, {"tokens": tokens}, SAMPLING).logprob.mean().backward()
+        optimizer.step()
+    found = reference.logprob(inputs, {"tokens": tokens}, SAMPLING)
+    moved = policy.evaluate(inputs, {"tokens": tokens}, SAMPLING).logprob
+    assert torch.equal(found, start)
+    assert (found.dtype, tuple(found.shape), found.requires_grad) == (torch.float32, (2, 8, 7), False)
+    assert (moved - start).abs().max() > 1e-3
+    assert moved.requires_grad
+
+
+def test_a_frozen_reference_cannot_learn() -> None:
+    policy = small()
+    Reference(policy)
+    assert policy.trainable_parameters() == {}
+
+
+def test_a_policy_without_adapters_is_no_reference_to_itself() -> None:
+    with pytest.raises(ConfigError, match=r"--lora\.rank"):
+        Reference(small(), without_adapters=True)

@@ -134,9 +134,6 @@ def test_only_final_observations_of_episodes_that_ran_out_of_time_are_evaluated(
     assert len(cut) == 6
 
 
-# --- how far the policy moved ---------------------------------------------------
-
-
 def kl(before: Tensor, after: Tensor, mask: Tensor) -> float:
     moved = (after - before)[mask]
     return float((moved.exp() - 1 - moved).mean())

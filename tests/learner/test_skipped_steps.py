@@ -1,4 +1,4 @@
-"""A step whose gradient is not finite changes nothing, whether the host or the device finds that out."""
+"""A step whose gradient is not finite changes nothing; weights that are not finite are named."""
 
 import math
 from typing import Any
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from asyncrl.config.sections import OptimizerSettings
 from asyncrl.learner.fsdp import shard
 from asyncrl.learner.optimizer import ClippedOptimizer
+from asyncrl.learner.ranks import LearnerRanks, not_finite
 from asyncrl.observability import metrics_training as m
 from support.ranks import run_ranks
 from support.tiny_models import small_policy
@@ -100,3 +101,43 @@ def test_within_one_update_the_largest_good_norm_is_told_and_the_fault_counts_on
         (2, 0, True),
         (2, 0, False),
     ]
+
+
+def weights() -> dict[str, Tensor]:
+    return {
+        "half": torch.full((3, 5), -3e38).bfloat16(),
+        "scalar": torch.tensor(2.0),
+        "full": torch.tensor([[3.4e38, -3.4e38], [0.0, 1e-45]]),
+        "nothing": torch.empty(0, 4),  # A rank's shard may be empty.
+    }
+
+
+def test_the_largest_numbers_are_finite() -> None:
+    assert not_finite(weights(), LearnerRanks()) == []
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("names", [["half"], ["scalar"], ["full", "half"]])
+def test_one_number_is_enough_to_be_named(names: list[str], number: float) -> None:
+    tensors = weights()
+    for name in names:
+        tensors[name].view(-1)[-1] = number
+    assert sorted(not_finite(tensors, LearnerRanks())) == names
+
+
+def test_shards_that_are_all_empty_are_finite() -> None:
+    assert not_finite({"nothing": torch.empty(0, 4)}, LearnerRanks()) == []
+
+
+class Two(LearnerRanks):
+    """A second rank whose tensors are all as `other` says."""
+
+    def __init__(self, other: float) -> None:
+        self.other = other
+
+    def max(self, values: Tensor) -> Tensor:
+        return torch.maximum(values, torch.full_like(values, self.other))
+
+
+def test_what_another_rank_found_is_named_here_too() -> None:
+    assert not_finite(weights(), Two(1.0)) == list(weights())

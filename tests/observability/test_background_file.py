@@ -125,9 +125,6 @@ def test_a_named_pipe_in_the_place_of_the_file_is_named(tmp_path: Path) -> None:
     file.close(1.0)
 
 
-# --- the logger ---
-
-
 def logged_without_space(disk: Path) -> None:
     """A full disk for a while: every update goes on, and in the end all of them are in both files."""
     stream = io.StringIO()

@@ -1,18 +1,27 @@
-"""What processes say they do, read from outside; and their stacks, also from one that is stuck."""
+"""What processes do, read from outside, also by `asyncrl status`; their stacks, and how they end."""
 
+import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from asyncrl import cli
+from asyncrl.commands.runs import _lines
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import process_status, waits
+from asyncrl.observability.background_file import CONSOLE, logged_to
 from asyncrl.observability.process_status import Watchdog
+from asyncrl.storage import run_owner
+from asyncrl.storage.run_folder import State
+from support import child_environment
+from support.run_folders import kill_owner, row, write_run
 from support.waiting import wait_for
 
 CHILD = """
@@ -171,3 +180,131 @@ def test_waits_and_counts_have_totals_of_their_own() -> None:
     numbers = [wait.total for wait in waits.WAITS.values()] + [count.total for count in waits.COUNTS]
     assert len(set(numbers)) == len(numbers)
     assert max(numbers) < process_status.TOTALS
+
+
+PROGRAM = """
+import sys, time
+from torch.distributed import FileStore
+from asyncrl.errors import WeightSyncError
+from asyncrl.observability.signals import expect_exit
+from asyncrl.weights.interface import run_bounded
+
+class Answer:  # Comes while Python ends, which takes longer than to hear it.
+    store, sleep = FileStore(sys.argv[1], -1), time.sleep
+
+    def __del__(self):
+        self.store.set("late", "1")
+        Answer.sleep(1)
+
+store = FileStore(sys.argv[1], -1)
+try:
+    run_bounded(lambda: store.get("late"), seconds=9, what="a look", given_up=lambda: "nobody is there")
+except WeightSyncError as error:
+    print(error, end="")
+sys.modules["answer"] = Answer()
+sys.exit(expect_exit(int(sys.argv[2])) if len(sys.argv) > 2 else 0)
+"""
+
+
+def end(store: Path, *code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(store), *code],
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_call_that_returns_while_the_process_ends_changes_nothing(tmp_path: Path, code: int) -> None:
+    done = end(tmp_path / "store", str(code))
+    assert (done.returncode, done.stderr) == (code, "")
+    assert done.stdout == "a look was given up: nobody is there."
+
+
+def test_console_lines_the_log_and_a_failure_are_kept_with_times(tmp_path, capsys) -> None:
+    path = tmp_path / "logs" / "learner-0.log"
+
+    def fail() -> None:
+        with logged_to(path):
+            logging.getLogger(CONSOLE).info("update 1")
+            logging.getLogger("asyncrl.learner.learner").info("interrupted at version 3")
+            logging.getLogger("asyncrl.learner.learner").warning("a bad step")
+            raise ZeroDivisionError("division by zero")
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    lines = path.read_text().splitlines()
+    assert all(line[:2] == "20" for line in lines[:4])
+    assert [line.split(": ", 1)[1] for line in lines[1:4]] == [
+        "update 1",
+        "interrupted at version 3",
+        "a bad step",
+    ]
+    assert "WARNING asyncrl.learner.learner" in lines[3]
+    assert lines[-1] == "ZeroDivisionError: division by zero"
+    assert "Traceback (most recent call last):" in lines
+    assert capsys.readouterr().err == "a bad step\n"
+    logging.getLogger(CONSOLE).info("later")
+    assert "later" not in path.read_text()
+    assert not logging.getLogger("asyncrl").handlers
+
+
+def test_the_exit_code_says_what_became_of_the_run(tmp_path, capsys) -> None:
+    write_run(tmp_path / "finished")
+    write_run(tmp_path / "stopped", made=3)
+    kill_owner(write_run(tmp_path / "dead", made=3))
+    lock = run_owner.acquire(write_run(tmp_path / "running"))  # All updates are made.
+    for name, code in {"running": 0, "dead": 1, "finished": 3, "stopped": 4}.items():
+        assert cli.run("status", [str(tmp_path / name)]) == code
+        line = capsys.readouterr().out.splitlines()[0]
+        assert line.startswith(f"{name}: {name}, {4 if name in ('finished', 'running') else 3} of 4 updates")
+        assert cli.run("status", [str(tmp_path / name), "--json"]) == code
+        found = json.loads(capsys.readouterr().out)
+        assert (found["state"], found["updates"], found["processes"]) == (name, 4, [])
+    lock.release()
+    assert cli.run("status", [str(tmp_path)]) == 2
+
+
+def test_watch_of_a_run_that_has_ended_returns_at_once(tmp_path, capsys) -> None:
+    assert cli.run("status", [str(write_run(tmp_path / "a")), "--watch"]) == 0
+    assert cli.run("status", [str(write_run(tmp_path / "b", made=1)), "--watch"]) == 4
+    said = capsys.readouterr().out.split("\n\n")
+    assert [part.partition(",")[0] for part in said if part.strip()] == ["a: finished", "b: stopped"]
+    with pytest.raises(SystemExit) as left:
+        cli.run("status", [str(tmp_path / "a"), "--watch", "--every", "0"])
+    assert left.value.code == 2
+    assert "--every is 0" in capsys.readouterr().err
+
+
+def test_what_is_over_grows_no_older() -> None:
+    doing = process_status.ThreadActivity(
+        thread="MainThread", what="ending the run", seconds=9.5, allowed=1.0
+    )
+    ended = process_status.Process(role="learner-0", pid=1, alive=False, activities=(doing,))
+    assert _lines(ended, State.FINISHED)[1].split(None, 1)[1] == "ending the run"
+    alive = _lines(replace(ended, alive=True), State.RUNNING)[1]
+    assert alive.endswith("ending the run, 9.5 s, more than 1 s")
+
+
+def watcher(run: Path, *flags: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "asyncrl", "status", str(run), "--watch", "--every", "0.05", *flags]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_watch_follows_a_run_to_its_end(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", made=3)
+    lock = run_owner.acquire(run)
+    process = watcher(run, "--json")
+    assert process.stdout is not None
+    first = json.loads(process.stdout.readline())
+    assert (first["state"], first["version"]) == ("running", 3)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row(4, 0.0)) + "\n")
+    while json.loads(process.stdout.readline())["version"] < 4:
+        pass
+    lock.release()
+    rest, errors = process.communicate(timeout=60)
+    last = json.loads(rest.splitlines()[-1])
+    assert (last["state"], last["version"], process.returncode, errors) == ("finished", 4, 0, "")

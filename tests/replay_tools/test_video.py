@@ -1,23 +1,29 @@
-"""`asyncrl replay video|sheet`: the movies and pictures show what was stored."""
+"""`asyncrl replay video|sheet`: movies and pictures show what was stored, with one palette."""
 
 import dataclasses
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 from PIL import Image, ImageSequence
 
 from asyncrl.commands.replay import main as run_inspection
+from asyncrl.errors import CodecMissing
 from asyncrl.records import Episode
+from asyncrl.replay import sealed_file
 from asyncrl.replay.group_file import read_group
 from asyncrl.replay_tools import episodes, pictures
 from asyncrl.replay_tools.episodes import read_rows
 from asyncrl.replay_tools.pictures import last_picture, spread
 from asyncrl.storage import media
-from asyncrl.storage.media import GREEN, INK, RED, SPACE, captioned, fitted, font
-from support.episodes import make_episode
-from support.recorded_run import IMAGE, episode_of, open_store, remove_after_listing
+from asyncrl.storage.media import GREEN, INK, RED, SPACE, captioned, fitted, font, write_gif
+from support.episodes import assert_same, make_episode
+from support.group_damage import craft_group
+from support.pages import run_program
+from support.recorded_run import IDS, IMAGE, episode_of, open_store, remove_after_listing
+from support.replay import load
 
 TIMES = pictures.MOVIE_WIDTH // IMAGE
 
@@ -172,3 +178,82 @@ def test_long_captions_are_shortened() -> None:
     assert font(13).getlength(short) <= 200
     assert fitted("short", 200, 13) == "short"
     assert captioned(Image.new("RGB", (50, 20)), [text], edge=RED).width == 50
+
+
+def compress(run: Path, codec: str = "gzip") -> Path:
+    """Rewrite the frames of group 0."""
+    path, options = run / "replay" / "group-00000000.h5", dict[str, Any](compression=4)
+    if codec != "gzip":
+        plugin = pytest.importorskip("hdf5plugin")
+        options = dict({"zstd": plugin.Zstd, "lz4": plugin.LZ4, "blosc": plugin.Blosc}[codec]())
+
+    def repack(file: Any) -> None:
+        values, about = file["frames"][...], dict(file["frames"].attrs)
+        del file["frames"]
+        file.create_dataset("frames", data=values, chunks=(4, *values.shape[1:]), **options)
+        file["frames"].attrs.update(about)
+
+    craft_group(path, repack)
+    return path
+
+
+@pytest.mark.parametrize("codec", ["gzip", "zstd", "lz4", "blosc"])
+def test_compressed_files_are_read(run_dir: Path, codec: str) -> None:
+    for member, found in enumerate(read_group(compress(run_dir, codec))):
+        assert_same(found, episode_of(0, member))
+    for member, found in enumerate(load(open_store(run_dir), 0)):
+        assert_same(found, episode_of(0, member))
+
+
+def test_a_stranger_reads_a_compressed_file(run_dir: Path) -> None:
+    done = run_program(str(compress(run_dir)))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(IDS[0][0])
+
+
+def test_without_its_codec_small_arrays_are_read_and_no_file_is_taken_for_damaged(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = compress(run_dir)
+    monkeypatch.setattr(h5py.h5z, "filter_avail", lambda number: False)
+    monkeypatch.setattr(sealed_file, "find_spec", lambda name: None)
+    found = read_group(path, ["rewards"])
+    assert found[0].rewards.tobytes() == episode_of(0, 0).rewards.tobytes()
+    with pytest.raises(CodecMissing, match=r"asyncrl\[compression\]"):
+        load(open_store(run_dir), 0)
+    assert path.exists(), "it is not moved to quarantine"
+
+
+def table_with_a_moving_cube(frames: int) -> np.ndarray:
+    """A grey table with soft shades, on which a red square of 6 pixels moves: ``[F, 64, 64, 3]``."""
+    rows, columns = np.mgrid[:64, :64]
+    table = np.full((64, 64, 3), (74, 70, 66), np.uint8)
+    table[:20] = (40 + rows[:20] + columns[:20])[..., None].astype(np.uint8)  # An arm of many greys.
+    movie = np.repeat(table[None], frames, 0)
+    for number, frame in enumerate(movie):
+        frame[40:46, number : number + 6] = (200, 30, 30)
+        frame[50:54, 30:34] = (250, 240, 20) if number == 5 else (74, 70, 66)  # It flashes once.
+        frame[22:26] = (number * 5, 255 - number * 5, 128)  # Something whose colour changes all the time.
+    return movie
+
+
+def test_a_movie_keeps_steady_and_small_colours_with_one_palette(tmp_path: Path) -> None:
+    write_gif(tmp_path / "movie.gif", table_with_a_moving_cube(48), rate=10)
+    with Image.open(tmp_path / "movie.gif") as gif:
+        shown, shown_for = [], []
+        for frame in ImageSequence.Iterator(gif):
+            shown.append(np.asarray(frame.convert("RGB")))
+            shown_for.append(frame.info["duration"])
+    assert len(shown) == 48
+    assert shown_for == [100] * 47 + [2000], "its end can be read before it begins again"
+    assert np.abs(shown[5][52, 32].astype(int) - (250, 240, 20)).max() <= 12
+    greys = {tuple(frame[60, 60].tolist()) for frame in shown}
+    assert len(greys) == 1
+    assert np.abs(np.subtract(greys.pop(), (74, 70, 66))).max() <= 4
+    for number, frame in enumerate(shown):
+        assert np.abs(frame[43, number + 3].astype(int) - (200, 30, 30)).max() <= 12
+    content = (tmp_path / "movie.gif").read_bytes()
+    heads = [i for i in range(len(content) - 10) if content[i] == 0x2C and content[i - 9 : i - 7] == b"!\xf9"]
+    assert content[10] & 0x80, "a global palette"
+    local = sum(content[i + 9] >> 7 for i in heads)  # The flag of a local colour table in a frame's header.
+    assert not local, f"{local} frames have a palette of their own"

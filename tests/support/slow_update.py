@@ -68,9 +68,6 @@ def decisions_of(batch: Batch, episode: int) -> list[int]:
     return [d for d, e in enumerate(batch.episode.tolist()) if e == episode and bool(batch.mask[d].any())]
 
 
-# --- advantages ---------------------------------------------------------------
-
-
 def group_advantages(config: TrainConfig, batch: Batch) -> dict[tuple[int, int], float]:
     """``(decision, step) -> advantage``."""
     chosen, size = config.algorithm, batch.group_size
@@ -151,9 +148,6 @@ def slow_vtrace(
         goal.append(total)
     later = [lam * g + (1 - lam) * a for g, a in zip([*goal[1:], end], after, strict=True)]
     return [rho[t] * (rewards[t] + gamma * later[t] - values[t]) for t in range(n)], goal
-
-
-# --- loss ---------------------------------------------------------------------
 
 
 def weights_of(config: TrainConfig, batch: Batch, gaps: list, d: int, unit: list[tuple[int, int]]) -> float:

@@ -45,9 +45,6 @@ def write_raw(path: Path, content: bytes, length: int = 1) -> Path:
     return path
 
 
-# ---- start states --------------------------------------------------------------------------------
-
-
 def test_a_single_frame_begins_an_episode_with_the_gripper_open(tmp_path: Path) -> None:
     state = load_trajectory(write(tmp_path / "traj3.npy", [frame(0)]))
     assert (state.name, state.task) == ("traj3", "open the drawer")
@@ -201,9 +198,6 @@ def _renamed(content: bytes) -> bytes:
         content = content.replace(bytes([0x8C, len(new)]) + new, bytes([0x8C, len(old)]) + old)
     start = content.index(b"\x95") + 9  # without the frame, whose length is another one now
     return content[:2] + content[start:]
-
-
-# ---- hostile files -------------------------------------------------------------------------------
 
 
 class Runs:

@@ -80,9 +80,6 @@ def test_training_levels_and_weights_follow_the_formula() -> None:
     )
 
 
-# ---- transformer ---------------------------------------------------------------------------------
-
-
 def rotate(head: Tensor, places: list[tuple[int, int, int]], width: int) -> Tensor:
     """Rotate pairs of channels of one head by angles of the token's (frame, row, column)."""
     third = width // 3 // 2 * 2
@@ -333,9 +330,6 @@ def test_a_broken_world_names_file_tensor_and_shapes(world: WanWorld, tmp_path: 
     (tmp_path / "world.json").write_text(json.dumps({"format": "asyncrl-world-2", "kind": "wan"}))
     with pytest.raises(CheckpointError, match="incomplete"):
         load_world(tmp_path)
-
-
-# ---- start states --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("contexts", [(0, 0), (0, 4), (4, 4)])

@@ -148,9 +148,6 @@ def test_variants_that_are_steered_otherwise_are_refused_by_name(tmp_path, shape
         recognise_transformer(TensorFiles(tmp_path / MODEL, rename=transformer_name), {})
 
 
-# ---- round trips ---------------------------------------------------------------------------------
-
-
 def test_a_published_world_comes_back_bit_for_bit(published: Path) -> None:
     world, loaded = small_world(), load_world(published)
     assert (loaded.transformer.size, loaded.vae.size) == (SMALL, SMALL_VAE)
@@ -231,9 +228,6 @@ def test_tensors_are_read_one_at_a_time(tmp_path: Path) -> None:
     grown = memory("VmHWM") - before
     assert [layer.weight[0, 0].item() for layer in module] == list(range(layers))
     assert 2**20 * 30 < grown < 2**20 * 80, f"{grown / 2**20:.0f} MiB for 48 MiB of weights"
-
-
-# ---- one path for all ----------------------------------------------------------------------------
 
 
 PUBLISHED_RUN = {"imagination.context": "frames", "imagination.steps": 5, "actor.max_decisions": 32}

@@ -84,9 +84,6 @@ def equal_networks(one: EvacNetworks, other: EvacNetworks) -> None:
             assert torch.equal(tensor.float(), theirs[key].float()), (name, key)
 
 
-# ---- ours -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -159,9 +156,6 @@ def test_a_world_of_an_earlier_version_is_converted_and_imagines_as_before(tmp_p
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == sorted(
         ["world.json", *(f"{prefix}safetensors" for prefix in PREFIXES.values())]
     )
-
-
-# ---- published ----------------------------------------------------------------------------------------
 
 
 def test_the_expected_names_are_those_of_the_published_files() -> None:

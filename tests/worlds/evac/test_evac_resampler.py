@@ -1,12 +1,13 @@
-"""EVAC's resamplers against the equations, query by query."""
+"""EVAC's resamplers and image tokens against the equations."""
 
 import math
 
 import torch
 from torch import Tensor
 
-from asyncrl.worlds.evac.conditions import Resampler, ResamplerConfig
-from support.evac import randomised
+from asyncrl.worlds.evac.conditions import ImageEncoder, ImageEncoderConfig, Resampler, ResamplerConfig
+from asyncrl.worlds.evac.files import published_state
+from support.evac import TINY_IMAGE_ENCODER, randomised
 from support.formulas import gelu, layer_norm
 
 EPS = 1e-5
@@ -49,3 +50,98 @@ def test_numbers_and_gradients_follow_the_equations() -> None:
     mine = torch.autograd.grad((got * direction).sum(), leaves)
     theirs = torch.autograd.grad((expected * direction).sum(), leaves)
     torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
+MEAN = (0.48145466, 0.4578275, 0.40821073)
+STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+def published(encoder: ImageEncoder) -> dict[str, Tensor]:
+    return published_state("image_encoder", encoder.state_dict(), 0)
+
+
+def cubic(x: float) -> float:
+    """Keys' kernel with a = -0.75, as PyTorch's."""
+    a, x = -0.75, abs(x)
+    if x <= 1:
+        return (a + 2) * x**3 - (a + 3) * x**2 + 1
+    return a * (x**3 - 5 * x**2 + 8 * x - 4) if x < 2 else 0.0
+
+
+def resize_matrix(new: int, old: int) -> Tensor:
+    """Bicubic with aligned corners; beyond the border the border is repeated."""
+    matrix = torch.zeros(new, old, dtype=torch.float64)
+    for row in range(new):
+        at = row * (old - 1) / (new - 1)
+        for tap in range(math.floor(at) - 1, math.floor(at) + 3):
+            matrix[row, min(max(tap, 0), old - 1)] += cubic(at - tap)
+    return matrix
+
+
+def slow_tokens(w: dict[str, Tensor], size: ImageEncoderConfig, picture: Tensor) -> Tensor:
+    """Of one picture ``[3, H, W]`` float64 in [-1, 1]."""
+    rows, columns = resize_matrix(size.size, picture.shape[1]), resize_matrix(size.size, picture.shape[2])
+    resized = rows @ picture @ columns.T
+    seen = [((resized[c] + 1) / 2 - MEAN[c]) / STD[c] for c in range(3)]
+    tokens = [w["class_embedding"]]
+    for i in range(0, size.size, size.patch):
+        for j in range(0, size.size, size.patch):
+            patch = torch.stack([channel[i : i + size.patch, j : j + size.patch] for channel in seen])
+            tokens.append((w["conv1.weight"] * patch).flatten(1).sum(1))
+    x = layer_norm(torch.stack(tokens) + w["positional_embedding"], w, "ln_pre", EPS)
+    head = size.width // size.heads
+    for layer in range(size.layers):
+        at = f"transformer.resblocks.{layer}."
+        y = layer_norm(x, w, at + "ln_1", EPS) @ w[at + "attn.in_proj_weight"].T + w[at + "attn.in_proj_bias"]
+        q, k, v = y.split(size.width, dim=1)
+        mixed = []
+        for first in range(0, size.width, head):
+            part = slice(first, first + head)
+            mixed.append((q[:, part] @ k[:, part].T / math.sqrt(head)).softmax(-1) @ v[:, part])
+        x = x + torch.cat(mixed, 1) @ w[at + "attn.out_proj.weight"].T + w[at + "attn.out_proj.bias"]
+        y = layer_norm(x, w, at + "ln_2", EPS) @ w[at + "mlp.c_fc.weight"].T + w[at + "mlp.c_fc.bias"]
+        x = x + gelu(y) @ w[at + "mlp.c_proj.weight"].T + w[at + "mlp.c_proj.bias"]
+    return x  # without ln_post
+
+
+def test_tokens_follow_the_equations() -> None:
+    encoder = randomised(ImageEncoder(TINY_IMAGE_ENCODER), 1)
+    assert isinstance(encoder, ImageEncoder)
+    w = {name: tensor.double() for name, tensor in published(encoder).items()}
+    pictures = torch.rand(2, 3, 40, 36, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    got = encoder(pictures)
+    assert got.shape == (2, TINY_IMAGE_ENCODER.tokens, TINY_IMAGE_ENCODER.width)
+    expected = torch.stack([slow_tokens(w, TINY_IMAGE_ENCODER, picture.double()) for picture in pictures])
+    torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def open_clip_shapes(size: ImageEncoderConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of OpenCLIP's visual tower, written out."""
+    d = size.width
+    shapes: dict[str, tuple[int, ...]] = {
+        "class_embedding": (d,),
+        "positional_embedding": (size.tokens, d),
+        "conv1.weight": (d, 3, size.patch, size.patch),
+    }
+    norms = ["ln_pre", "ln_post"]
+    for i in range(size.layers):
+        at = f"transformer.resblocks.{i}"
+        norms += [f"{at}.ln_1", f"{at}.ln_2"]
+        shapes |= {f"{at}.attn.in_proj_weight": (3 * d, d), f"{at}.attn.in_proj_bias": (3 * d,)}
+        for name, out, into in (
+            ("attn.out_proj", d, d),
+            ("mlp.c_fc", size.mlp, d),
+            ("mlp.c_proj", d, size.mlp),
+        ):
+            shapes |= {f"{at}.{name}.weight": (out, into), f"{at}.{name}.bias": (out,)}
+    return shapes | {f"{name}.{kind}": (d,) for name in norms for kind in ("weight", "bias")}
+
+
+def test_the_published_size_has_the_published_names_and_shapes() -> None:
+    size = ImageEncoderConfig.published()
+    assert size.tokens == 257
+    with torch.device("meta"):
+        encoder = ImageEncoder(size)
+    shapes = open_clip_shapes(size)
+    assert {n: tuple(t.shape) for n, t in published(encoder).items()} == shapes
+    assert sum(t.numel() for t in published(encoder).values()) == 630_766_080  # without its last projection

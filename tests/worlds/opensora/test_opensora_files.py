@@ -1,4 +1,4 @@
-"""Folders of OpenSora worlds: round trips, the published layout, and every way in which it can be wrong."""
+"""Folders of OpenSora worlds: round trips, the published layout, what is wrong; the frame autoencoder."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
 from asyncrl.worlds.opensora.files import open_world, write_action_range
 from asyncrl.worlds.opensora.stdit3 import STDiT3, STDiT3Config
 from asyncrl.worlds.opensora.world import OpenSoraWorld, save_world
-from support.opensora import NANO, RANGE, export_opensora, nano_world
+from support.opensora import NANO, RANGE, export_opensora, nano_vae, nano_world
 from support.published_worlds import listed_shapes, sparse_safetensors
 from support.worlds import change_json, cut, load_world
 
@@ -59,9 +59,6 @@ def test_a_published_world_comes_back_bit_for_bit(tmp_path: Path, shard_bytes: i
     defaults = OpenSoraWorld.defaults(folder, AUTO)
     assert (defaults.context, defaults.steps) == ("latents", 10)
     assert (defaults.max_decisions, defaults.temperature) == (32, 1.6)
-
-
-# ---- recognising ---------------------------------------------------------------------------------
 
 
 def test_a_world_is_recognised_by_its_tensors_whatever_its_files_are_called(tmp_path: Path) -> None:
@@ -279,3 +276,29 @@ def test_what_is_wrong_with_a_folder_of_ours_is_named(tmp_path, breaks, words) -
     breaks(tmp_path)
     with pytest.raises(CheckpointError, match=words):
         OpenSoraWorld.check(tmp_path, AUTO)
+
+
+def frames(count: int) -> Tensor:
+    return torch.rand(count, 3, 16, 24, generator=torch.Generator().manual_seed(3)) * 2 - 1
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 4])
+def test_the_size_of_the_pieces_changes_nothing(at_once: int) -> None:
+    vae, clip = nano_vae(), frames(5)
+    latents = vae.encode(clip)
+    drawn = vae.decode(latents)
+    vae.at_once = at_once
+    torch.testing.assert_close(vae.encode(clip), latents, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(vae.decode(latents), drawn, atol=1e-5, rtol=1e-5)
+
+
+def test_the_published_size_has_the_published_tensors() -> None:
+    with torch.device("meta"):
+        vae = FrameVae(FrameVaeConfig.published())
+    shapes = {name: tuple(tensor.shape) for name, tensor in vae.state_dict().items()}
+    assert (len(shapes), sum(p.numel() for p in vae.parameters())) == (248, 83_653_863)
+    assert shapes["encoder.conv_out.weight"] == (8, 512, 3, 3)
+    assert shapes["quant_conv.weight"] == (8, 8, 1, 1)
+    assert shapes["decoder.mid_block.attentions.0.to_out.0.weight"] == (512, 512)
+    assert shapes["decoder.up_blocks.2.resnets.0.conv_shortcut.weight"] == (256, 512, 1, 1)
+    assert vae.size.spatial == 8
