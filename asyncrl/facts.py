@@ -24,9 +24,8 @@ def plain_task(text: str) -> str:
 
     Lower case, NFC, single blanks, no invisible characters, no full stop at the end.
 
-    Example:
-        >>> plain_task(" Fold the\u200b  Towel.")
-        'fold the towel'
+    >>> plain_task(" Fold the\u200b  Towel.")
+    'fold the towel'
     """
     blanks = " ".join(text.split())
     shown = "".join(c for c in blanks if unicodedata.category(c) not in ("Cc", "Cf"))
@@ -80,8 +79,7 @@ def check_verdicts(values: object, shape: Sequence[int], where: str) -> NDArray[
 def check_pictures(found: Any, shape: Sequence[int], where: str) -> None:
     """Refuse all but uint8 of a shape, -1 for any size above 0, by a ConfigError; looks at no pixel.
 
-    Example:
-        >>> check_pictures(np.zeros((2, 8, 8, 3), np.uint8), (2, -1, -1, 3), "frames")
+    >>> check_pictures(np.zeros((2, 8, 8, 3), np.uint8), (2, -1, -1, 3), "frames")
     """
     kind = str(getattr(found, "dtype", type(found).__name__)).removeprefix("torch.")
     sizes = tuple(getattr(found, "shape", ()))

@@ -34,8 +34,7 @@ Decision = dict[str, NDArray[Any]]
 
 `video` is ``[C, H, W, 3]``; `values` is left out without a critic, `rewards` may be.
 """
-TimedWork = tuple[Metric, DeviceEvent, DeviceEvent]
-"""Metric of the busy time, and the events between which a device worked."""
+TimedWork = tuple[Metric, DeviceEvent, DeviceEvent]  # Metric, and the events between which a device worked
 
 
 EpisodeStart = StartState | SimStart
@@ -200,8 +199,7 @@ class Stage(Generic[State]):
     indices: range
     in_flight: list[Any] = field(default_factory=list)
     """Of a world: decisions, several only after all slots together raised. Of a simulator: awaited slots."""
-    timed_work: list[TimedWork] = field(default_factory=list)
-    """Work besides `in_flight` that has not been counted."""
+    timed_work: list[TimedWork] = field(default_factory=list)  # Besides `in_flight`, not counted yet
     _rows: list[int] = field(default_factory=list, init=False)  # The slot of each row of the state, ascending
     _state: Any = field(default=None, init=False)  # None without rows
 

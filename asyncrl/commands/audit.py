@@ -17,9 +17,12 @@ from asyncrl.config.help import ShortHelp
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, ImaginationSettings, SuccessFrames
 from asyncrl.errors import ConfigError
-from asyncrl.evaluation.success_rate import refuse_foreign_tasks
+from asyncrl.evaluation.success_rate import check_fits, refuse_foreign_tasks
 from asyncrl.observability.terminal import progress
+from asyncrl.simulators.interface import SimulatorSource
+from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import SEEDS_PER_EVALUATION, evaluation_plays
+from asyncrl.storage.assets import simulator_named, start_states_path
 
 if TYPE_CHECKING:
     import torch
@@ -112,7 +115,6 @@ def _plain(value: Any) -> Any:
 
 def _parse(arguments: list[str]) -> tuple[AuditConfig, RunSettings | None]:
     from asyncrl.launch.named_models import run_of, settings_of_run, without_code
-    from asyncrl.storage.assets import simulator_named
 
     config, run = HELP.parse(AuditConfig, arguments), None
     if folder := run_of(config.checkpoint):
@@ -170,9 +172,7 @@ def _audit_all(
     from asyncrl.devices.tensors import take_device
     from asyncrl.evaluation.contact_sheet import check_imagines
     from asyncrl.evaluation.imagined_and_true import audit
-    from asyncrl.evaluation.success_rate import check_fits
     from asyncrl.launch.named_models import named_policy
-    from asyncrl.simulators.pool import SimulatorPool
 
     device, found = take_device(config.device), {}
     models = _load_models(config, next(iter(policies.values())), device)
@@ -202,8 +202,6 @@ def _load_models(config: AuditConfig, policy: str, device: torch.device) -> Audi
     from asyncrl.launch.environment import tasks_of, with_world_defaults
     from asyncrl.launch.named_models import folder_part, named_policy, named_reward, named_world
     from asyncrl.policies.interface import SamplingParams
-    from asyncrl.simulators.interface import SimulatorSource
-    from asyncrl.storage.assets import start_states_path
     from asyncrl.worlds.start_states import load_start_states
 
     tasks = SimulatorSource(name=config.simulator, settings=config.simulator_settings).spec().tasks

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
+import torch
 import tyro
 
 from asyncrl import registry
@@ -14,6 +15,9 @@ from asyncrl.config.bounds import Bounded
 from asyncrl.config.help import ShortHelp
 from asyncrl.errors import ConfigError
 from asyncrl.launch.named_models import run_of
+from asyncrl.policies.lora import export_adapter
+from asyncrl.policies.openvla.files import PublishedOptions, open_folder
+from asyncrl.storage import checkpoint
 from asyncrl.storage.assets import policy_folder
 from asyncrl.storage.atomic import write_text
 
@@ -80,11 +84,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _convert(config: ConvertConfig) -> None:
-    import torch
-
     from asyncrl.policies.openvla.export import convert, loading
-    from asyncrl.policies.openvla.files import PublishedOptions
-    from asyncrl.storage import checkpoint
 
     began = time.monotonic()
     folder = policy_folder(config.source)
@@ -104,9 +104,7 @@ def _convert(config: ConvertConfig) -> None:
 
 
 def _convert_adapter(config: ConvertConfig, source: Path) -> None:
-    from asyncrl.policies.lora import export_adapter
     from asyncrl.policies.openvla.export import ADAPTER_LOADING
-    from asyncrl.policies.openvla.files import open_folder
 
     checkpoint = source.resolve().parent
     policy = open_folder(policy_folder(config.original or str(checkpoint)))

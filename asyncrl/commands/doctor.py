@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
+import numpy as np
 import tyro
 
 from asyncrl import registry
 from asyncrl.config.bounds import PIXELS, AtLeast, Bounded
 from asyncrl.config.help import MODELS, PROCESSES, ShortHelp
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import ImaginationSettings
 from asyncrl.doctor.checks import CHECKS, Examination, examine, report
 from asyncrl.errors import ConfigError
 from asyncrl.facts import check_instruction
-
-if TYPE_CHECKING:
-    from asyncrl.records import StartState
+from asyncrl.records import StartState
 
 SIMULATOR: Final = "--simulator"
 HELP: Final = ShortHelp(
@@ -131,7 +131,6 @@ def check(arguments: list[str]) -> int:
 
 
 def _model(config: CheckConfig) -> Iterator[str]:
-    from asyncrl.config.sections import ImaginationSettings
     from asyncrl.devices.tensors import take_device
     from asyncrl.launch.conformance import check_policy, check_reward, check_world
     from asyncrl.launch.named_models import named_policy, named_reward, named_world
@@ -164,10 +163,7 @@ def _model(config: CheckConfig) -> Iterator[str]:
 
 
 def _starts(config: CheckConfig, size: int) -> list[StartState]:
-    import numpy as np
-
     from asyncrl.launch.named_models import folder_part
-    from asyncrl.records import StartState
     from asyncrl.storage.assets import DEFAULT, is_shipped_world, start_states_path
     from asyncrl.worlds.start_states import load_start_states
 

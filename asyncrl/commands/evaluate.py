@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -15,18 +16,19 @@ from asyncrl.config.bounds import PIXELS, SEEDS, THREADS, AtLeast, Bounded, With
 from asyncrl.config.help import ShortHelp
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation import success_rate
-from asyncrl.simulators.interface import Demonstrator
+from asyncrl.simulators.interface import Demonstrator, SimulatorSource
+from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import EPISODES, SEEDS_PER_EVALUATION, evaluation_plays
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from asyncrl.launch.named_models import RunSettings
     from asyncrl.simulators.interface import SimulatorSource, SimulatorSpec
     from asyncrl.simulators.rollout import Act, SimulatedEpisode
     from asyncrl.worlds.interface import World
 
 OTHER_TASKS = "Choose another --simulator, or add --other-tasks: no task of training is measured then."
+Workers = Annotated[int, AtLeast(1, "somebody has to play.", "Use 8.", highest=THREADS)]
+WORKERS: Final = min(8, os.cpu_count() or 1)
 EXPERT = "expert"  # Name of the simulator's own demonstrator
 
 
@@ -46,17 +48,13 @@ class PlayConfig(Bounded):
         1.0
     )
     """Of the policy's action tokens; 0: always the most likely one."""
-    workers: Annotated[int, AtLeast(1, "somebody has to play.", "Use 8.", highest=THREADS)] = min(
-        8, os.cpu_count() or 1
-    )
+    workers: Workers = WORKERS
     """Simulator processes."""
     device: str = "auto"
     """Where models run: cpu, cuda, or auto."""
 
     def source(self, episodes: int, *settings: str, places: int = 0, **sizes: int) -> SimulatorSource:
         """Return the simulator of every worker; `episodes` bounds the places where `places` is 0."""
-        from asyncrl.simulators.interface import SimulatorSource
-
         source = SimulatorSource(name=self.simulator, settings=(*self.simulator_settings, *settings), **sizes)
         most = min(source.usual_places(), -(-episodes // self.workers))
         return source.with_(places=places or max(1, most))
@@ -192,7 +190,6 @@ def _evaluate(config: EvaluateConfig, run: RunSettings | None) -> None:
     from asyncrl.evaluation import contact_sheet
     from asyncrl.launch.named_models import named_policy, named_world
     from asyncrl.policies.interface import SamplingParams
-    from asyncrl.simulators.pool import SimulatorPool
 
     policy, folder = None, EXPERT
     act: Act | Demonstrator = config.expert

@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import tyro
 
 from asyncrl.config.help import subcommands
 from asyncrl.devices.tensors import take_device
-from asyncrl.errors import ConfigError
+from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.fitting import settings
+from asyncrl.fitting.loop import Kept, Schedule
 from asyncrl.fitting.recording_files import FrameFile, Recordings
 from asyncrl.fitting.sources import load_recordings
 from asyncrl.launch.job import read_job
@@ -21,8 +23,6 @@ from asyncrl.storage.assets import policy_folder, start_states_path, world_folde
 from asyncrl.storage.untrusted import remove
 
 if TYPE_CHECKING:
-    import torch
-
     from asyncrl.fitting.fit_decoder import ImaginedVideos
     from asyncrl.records import StartState
     from asyncrl.rewards.interface import RewardModel
@@ -45,21 +45,14 @@ def main(arguments: list[str]) -> int:
             f"torchrun started {ranks} ranks, but only a policy or a world of --refine is shared out "
             "to several. Start `asyncrl fit` without torchrun, or name one."
         )
-    import torch
-
-    from asyncrl.fitting.loop import Kept
-
     # float32 products round their inputs to TF32 where the GPU can: several times faster.
     torch.set_float32_matmul_precision("high")
     kept = Kept.of(config) if isinstance(config, settings.Trained) else None
     if kept is not None and kept.check() and read_job().rank == 0:
         print(f"goes on with the unfinished fit in {kept.folder}", flush=True)
     fits: dict[type, Callable[[Any], None]] = {settings.FitPolicy: _fit_policy, settings.FitWorld: _fit_world}
-    fits |= {
-        settings.FitReward: _fit_reward,
-        settings.FitStarts: _write_states,
-        settings.FitKeyframes: _write_states,
-    }
+    fits |= dict.fromkeys((settings.FitStarts, settings.FitKeyframes), _write_states)
+    fits[settings.FitReward] = _fit_reward
     fits.get(type(config), _fit_decoder)(config)
     if read_job().rank == 0:
         if kept is not None:
@@ -80,10 +73,7 @@ def _read(config: settings.FromData) -> Recordings:
 
 
 def _fit_policy(config: settings.FitPolicy) -> None:
-    import torch
-
     from asyncrl.fitting.fit_models import check_imitable, fit_policy, fresh_policy, write_statistics
-    from asyncrl.fitting.loop import Schedule
     from asyncrl.launch.fine_tune import fine_tune_policy
     from asyncrl.policies.openvla.policy import load_policy
 
@@ -130,9 +120,6 @@ def _redrawn(
 
 
 def _fit_world(config: settings.FitWorld) -> None:
-    import torch
-
-    from asyncrl.fitting.loop import Schedule
     from asyncrl.fitting.world import WorldOptions, check_same_size, fit_class, load_fitted
 
     if _fine_tunes_world(config):
@@ -180,10 +167,7 @@ def _fine_tunes_world(config: settings.FitWorld) -> bool:
 
 
 def _fit_reward(config: settings.FitReward) -> None:
-    import torch
-
     from asyncrl.fitting.fit_models import fit_reward, fresh_reward
-    from asyncrl.fitting.loop import Schedule
     from asyncrl.rewards.resnet import save_reward
 
     recordings = _read(config)
@@ -215,10 +199,7 @@ def _write_states(config: settings.FitStarts | settings.FitKeyframes) -> None:
 
 
 def _fit_decoder(config: settings.FitDecoder) -> None:
-    import torch
-
     from asyncrl.fitting.fit_decoder import compare, fit_decoder, fresh_decoder, write_decoder
-    from asyncrl.fitting.loop import Schedule
     from asyncrl.fitting.world import load_fitted
 
     device = take_device(config.device)
@@ -276,7 +257,6 @@ def _imagine(
 
 
 def _reward_in(folder: Path, tasks: set[str], device: torch.device) -> RewardModel | None:
-    from asyncrl.errors import CheckpointError
     from asyncrl.launch.named_models import named_reward
 
     try:

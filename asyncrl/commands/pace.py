@@ -26,11 +26,13 @@ from typing import Annotated, Final
 import tyro
 
 from asyncrl import registry
+from asyncrl.commands.evaluate import WORKERS, Workers
 from asyncrl.commands.train import read_settings
-from asyncrl.config.bounds import THREADS, AtLeast, Bounded
+from asyncrl.config.bounds import AtLeast, Bounded
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError, RunError, first_line
 from asyncrl.observability.signals import die_with_parent
+from asyncrl.storage.assets import simulator_named, start_states_path, world_folder
 from asyncrl.storage.atomic import read_json, write_text
 from asyncrl.storage.run_owner import acquire
 from asyncrl.storage.untrusted import check_types
@@ -63,9 +65,7 @@ class PaceConfig(Bounded):
     """Further flags of `asyncrl fit world`, as one text."""
     audit_episodes: Annotated[int, AtLeast(1, "an audit has episodes.", "Use 128.", highest=100_000)] = 128
     """Held-out episodes of each audit; of simulators with stored starts divided among the tasks."""
-    workers: Annotated[int, AtLeast(1, "somebody has to play.", "Use 8.", highest=THREADS)] = min(
-        8, os.cpu_count() or 1
-    )
+    workers: Workers = WORKERS
     """Simulator processes."""
 
 
@@ -110,7 +110,6 @@ class Rounds:
         from asyncrl.evaluation.success_rate import simulator_of_tasks
         from asyncrl.launch.named_models import folder_part
         from asyncrl.simulators.interface import SimulatorSource
-        from asyncrl.storage.assets import simulator_named, start_states_path, world_folder
         from asyncrl.worlds.start_states import load_start_states
 
         if registry.names_code(train.world) or simulator_named(train.world):

@@ -19,10 +19,12 @@ from asyncrl.config.bounds import AtLeast
 from asyncrl.config.help import subcommands
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.records import Episode, StartState
+from asyncrl.registry import MODELS
 from asyncrl.replay_tools.episodes import ReplayCommand, find_group
 from asyncrl.replay_tools.files import Export, Prune, Verify
 from asyncrl.replay_tools.pictures import Comparison, Sheet, Video, comparison_table
 from asyncrl.replay_tools.tables import ListEpisodes, Show, Stats
+from asyncrl.storage.assets import simulator_named
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +58,6 @@ class Imagine(ReplayCommand):
         from asyncrl.devices.tensors import take_device
         from asyncrl.evaluation.imagined_and_true import imagine_group
         from asyncrl.launch.environment import build_world_model, rows_of_a_pass
-        from asyncrl.storage.assets import simulator_named
 
         episodes = find_group(self.folder, self.group)
         run, config = self._run()
@@ -101,7 +102,6 @@ class Imagine(ReplayCommand):
     def _run(self) -> tuple[Path, TrainConfig]:
         from asyncrl.config.run import TrainConfig, load_file
         from asyncrl.launch.named_models import refuse_foreign_code
-        from asyncrl.registry import MODELS
 
         folders = (self.path, self.folder.parent)
         run = next((folder for folder in folders if (folder / "config.json").is_file()), None)

@@ -59,7 +59,9 @@ def main(arguments: list[str]) -> int:
     for run in runs:
         rates = (run.imagined_success, run.true_success)
         shares = [NOTHING if rate is None else f"{rate:.1%}" for rate in rates]
-        place = (run.path.name, _when(run.started), run.state.value, f"{run.version}/{run.updates}")
+        recent = 0 <= time.time() - run.started < LONG_AGO
+        started = time.strftime("%m-%d %H:%M" if recent else "%Y-%m-%d", time.localtime(run.started))
+        place = (run.path.name, started, run.state.value, f"{run.version}/{run.updates}")
         rows.append((*place, *shares, f"{folder_bytes(run.path) / 1e6:.1f}"))
     print(table(rows) if runs else f"There are no runs in {config.folder}.")
     for run in runs:
@@ -79,11 +81,6 @@ def folder_bytes(folder: Path) -> int:
                 continue
             sizes[found.st_dev, found.st_ino] = found.st_size
     return sum(sizes.values())
-
-
-def _when(seconds: float) -> str:
-    pattern = "%m-%d %H:%M" if 0 <= time.time() - seconds < LONG_AGO else "%Y-%m-%d"
-    return time.strftime(pattern, time.localtime(seconds))
 
 
 # ---- asyncrl status ---------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from asyncrl.config.help import subcommands
 from asyncrl.errors import AsyncRLError, ConfigError, first_line
 from asyncrl.launch import join
 from asyncrl.launch.join import JoinOptions
+from asyncrl.messaging.keys import ALLOWED, create_keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +111,6 @@ def simulators(arguments: list[str]) -> int:
 
 def keys(arguments: list[str]) -> int:
     """Make the missing keys, and print which go where."""
-    from asyncrl.messaging.keys import ALLOWED, create_keys
-
     config = tyro.cli(KeysConfig, args=arguments, prog="asyncrl keys")
     folder = config.folder.expanduser()
     written = create_keys(folder, config.clients)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final
 
 from asyncrl import __version__
 from asyncrl.config.help import DRY_RUN, TRAIN, ShortHelp
@@ -87,9 +86,6 @@ def _check_folder(config: TrainConfig) -> None:
     folder = run_folder.locate(config)
     if not os.access(above := existing_parent(folder), os.W_OK | os.X_OK):
         raise ConfigError(f"--run-dir {folder} cannot be made: {above} is read-only. Choose another folder.")
-
-
-HELP: Final = TRAIN
 
 
 def main(arguments: list[str]) -> int:

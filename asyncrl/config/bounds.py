@@ -30,8 +30,7 @@ class Within:
 
     lowest: float
     highest: float
-    why: str
-    """Why a smaller one cannot work."""
+    why: str  # Why a smaller one cannot work
     remedy: str
     open_below: bool = False
     open_above: bool = False
@@ -66,8 +65,7 @@ _ANY: Final = Within(-MOST, MOST, "it is no number, or too small.", "Use another
 class Bounded:
     """Base of settings, which checks all fields of a new object."""
 
-    SECTION: ClassVar[str] = ""
-    """Prefix of the flags, such as 'replay.'."""
+    SECTION: ClassVar[str] = ""  # Prefix of the flags, such as 'replay.'
 
     def __init_subclass__(cls, section: str | None = None) -> None:
         """Set `SECTION`, unless it is inherited."""

@@ -30,8 +30,7 @@ COLUMN: Final = 34  # Column of the description; a longer flag is followed by a 
 WIDTH: Final = 80
 LONGEST_CHOICE: Final = 14  # Columns of words to choose from; longer ones are a NAME
 DRY_RUN: Final = "--dry-run"
-_NAMES: Final = {bool: "", int: "N", float: "X", str: "TEXT", Path: "PATH"}
-"""Type -> name of a value in a row."""
+_NAMES: Final = {bool: "", int: "N", float: "X", str: "TEXT", Path: "PATH"}  # Type -> name of a value
 Settings = TypeVar("Settings", bound=Bounded)
 
 
@@ -40,14 +39,11 @@ class ShortHelp:
     """Short help of one command."""
 
     command: str
-    usage: str
-    """Words after the command."""
-    groups: Mapping[str, str]
-    """Heading -> names of settings, with their section, and of flags that are no settings."""
+    usage: str  # Words after the command
+    groups: Mapping[str, str]  # Heading -> names of settings with their section, and of own flags
     own: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Flags that are no settings, as they are written -> description."""
-    about: str = ""
-    """Empty: the docstring of the settings."""
+    about: str = ""  # Empty: the docstring of the settings
     examples: Sequence[str]
 
     def text(self, settings: Any) -> str:

@@ -86,18 +86,12 @@ Precision = Literal["stored", "bf16", "float8"]  # See `ImaginationSettings.prec
 class WorldDefaults:
     """Defaults of a run that a world brings."""
 
-    source: str
-    """Name in the run's banner."""
-    context: Literal["frames", "latents"] = "latents"
-    """For --imagination.context auto."""
-    steps: int = 0
-    """For --imagination.steps 0; 0: the world does not count network calls."""
-    max_decisions: int = 6
-    """For --actor.max-decisions 0."""
-    temperature: float = 0.0
-    """Sampling temperature of the world's publishers, for the banner only; 0 if unknown."""
-    simulated: bool = False
-    """True for a simulator, for which only `max_decisions` applies."""
+    source: str  # Name in the run's banner
+    context: Literal["frames", "latents"] = "latents"  # For --imagination.context auto
+    steps: int = 0  # For --imagination.steps 0; 0: the world does not count network calls
+    max_decisions: int = 6  # For --actor.max-decisions 0
+    temperature: float = 0.0  # Of sampling, by the world's publishers; for the banner only; 0: unknown
+    simulated: bool = False  # True for a simulator, for which only `max_decisions` applies
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,8 +27,6 @@ Tensors = Callable[[], Iterable[Tensor]]
 
 @dataclass
 class _HostCopy:
-    """A storage and its copy in host memory."""
-
     storage: torch.UntypedStorage
     host: Tensor  # [bytes] uint8, pinned where the storage is on a GPU
     frozen: bool

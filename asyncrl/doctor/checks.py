@@ -35,25 +35,18 @@ NAME_WIDTH: Final = 14
 class Sizes:
     """Sizes of a run's models in bytes, unless noted otherwise."""
 
-    policy: int
-    """As its file and an actor hold it."""
+    policy: int  # As its file and an actor hold it
     parameters: int  # frozen ones included
     trained: int  # number of trained parameters
-    float32_masters: int
-    """The policy as the learner holds it: float32 if --learner.precision is."""
-    unsharded: int
-    """Share of `float32_masters` that every learner rank holds: frozen weights below adapters."""
-    version: int
-    """The tensors that actors get after an update."""
+    float32_masters: int  # The policy as the learner holds it: float32 if --learner.precision is
+    unsharded: int  # Share of `float32_masters` that every learner rank holds: frozen weights below adapters
+    version: int  # The tensors that actors get after an update
     environment: int  # world and reward model
     frame: int
     action_spec: ActionSpec
-    block: int = 0
-    """The policy's largest block, as passes gather it."""
-    acting: int = 0
-    """Activations per decision of a forward pass; 0: unknown."""
-    learning: int = 0
-    """Activations per decision of a micro-batch; 0: unknown."""
+    block: int = 0  # The policy's largest block, as passes gather it
+    acting: int = 0  # Activations per decision of a forward pass; 0: unknown
+    learning: int = 0  # Activations per decision of a micro-batch; 0: unknown
     slot: SlotBytes = field(default_factory=SlotBytes)
 
     @property
@@ -71,8 +64,7 @@ class Sizes:
 class Examination:
     """The settings under examination, and the sizes that the check of the models adds."""
 
-    config: TrainConfig
-    """With the world's defaults once the models were loaded."""
+    config: TrainConfig  # With the world's defaults once the models were loaded
     where: str = "the defaults"  # source of the settings, for the report
     host: int = 0  # number in --placement (ROLE=RANKS@HOST)
     sizes: Sizes | None = None
@@ -94,8 +86,7 @@ class Finding:
     name: str
     verdict: Verdict
     seen: str
-    advice: str = ""
-    """The remedy; empty if none is needed, or if `seen` is an error that contains it."""
+    advice: str = ""  # The remedy; empty if none is needed, or if `seen` is an error that contains it
 
 
 def ok(name: str, seen: str) -> Finding:
@@ -131,8 +122,7 @@ class Check:
     name: str
     where: str  # 'module:function' in this package
     deadline: float = DEADLINE  # seconds
-    acts: bool = False
-    """True if it writes files, opens sockets, starts processes, or computes."""
+    acts: bool = False  # True if it writes files, opens sockets, starts processes, or computes
     long: bool = False  # Left to --long.
 
 

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from typing import Final
+
+import torch
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.devices.tensors import count_gpus, pick_device
-from asyncrl.doctor.checks import Examination, Finding, broken, ok, one_line, warning
+from asyncrl.doctor.checks import Examination, Finding, Sizes, broken, ok, one_line, warning
 from asyncrl.doctor.host import GIB, free_memory, placement_of
 from asyncrl.errors import ConfigError
+from asyncrl.launch import placement as placements
 from asyncrl.launch.job import Hosts
-from asyncrl.launch.placement import (
-    RELAYED,
-    WORDS,
-    Placement,
-    check_learner_devices,
-    checked_placement,
-    ranks_named,
-    sizes_of_hosts,
-    transport_of,
-)
-
-if TYPE_CHECKING:
-    import torch
-
-    from asyncrl.doctor.checks import Sizes
+from asyncrl.launch.placement import RELAYED, Placement, transport_of
 
 HOST: Final = "memory of the host"
 
@@ -35,10 +24,6 @@ def check_devices(_: Examination) -> Finding:
     """Name the GPUs, or the reason why torch sees none."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        try:
-            import torch
-        except (ImportError, OSError) as error:
-            return broken("devices", f"torch cannot be imported: {one_line(error)}.", "Install torch again.")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count:
         properties = [torch.cuda.get_device_properties(index) for index in range(count)]
@@ -52,7 +37,7 @@ def check_devices(_: Examination) -> Finding:
 def hosts_of(examination: Examination) -> Hosts:
     """Return the hosts of --placement; one with all ranks if it names none."""
     text, number = examination.config.placement, examination.host
-    sizes = sizes_of_hosts(text) or (ranks_named(text),)
+    sizes = placements.sizes_of_hosts(text) or (placements.ranks_named(text),)
     if number >= len(sizes):
         raise ConfigError(
             f"--host is {number}, but --placement {text} names {len(sizes)} host(s), counted from 0. Name "
@@ -63,15 +48,13 @@ def hosts_of(examination: Examination) -> Hosts:
 
 def check_placement(examination: Examination) -> Finding:
     """Check that ranks, devices and the transport of the weights fit together on this host."""
-    import torch
-
     from asyncrl.weights.interface import build_transport
 
     config = examination.config
     try:
         hosts = hosts_of(examination)
-        placement = checked_placement(config, hosts.size)
-        check_learner_devices(placement, hosts, {examination.host: count_gpus(config.device)})
+        placement = placements.checked_placement(config, hosts.size)
+        placements.check_learner_devices(placement, hosts, {examination.host: count_gpus(config.device)})
         by_rank = devices_of(config, placement, hosts.ranks(examination.host))
         first = next(iter(by_rank.values()))
         transport = RELAYED if examination.host else transport_of(config, placement, hosts.ranks(0))
@@ -98,12 +81,13 @@ def check_placement(examination: Examination) -> Finding:
     if gpus and sharing > gpus:
         advice = f"Name at most {gpus} ranks for the best speed."
         return warning("placement", f"{seen}; {sharing} ranks share {gpus} GPU(s).", advice)
-    if config.placement in WORDS and gpus > 1:
+    if config.placement in placements.WORDS and gpus > 1:
         seen += f" (torchrun --nproc-per-node {gpus} uses all {gpus} GPUs)"
     return ok("placement", seen)
 
 
-def _placed_here(examination: Examination) -> tuple[Placement, dict[int, torch.device]] | None:
+def placed_here(examination: Examination) -> tuple[Placement, dict[int, torch.device]] | None:
+    """Return the placement and the device of every rank of this host; None if they are invalid."""
     try:
         placement = placement_of(examination.config)
         here = hosts_of(examination).ranks(examination.host)
@@ -120,7 +104,7 @@ def devices_of(config: TrainConfig, placement: Placement, here: range) -> dict[i
 def check_device_memory(examination: Examination) -> Finding | None:
     """Compare the estimated need of each device with its free memory; None while either is unknown."""
     sizes = examination.sizes
-    if sizes is None or (placed := _placed_here(examination)) is None:
+    if sizes is None or (placed := placed_here(examination)) is None:
         return None
     needed: Counter[str] = Counter()
     for rank, device in placed[1].items():
@@ -177,6 +161,4 @@ def learner_needs(config: TrainConfig, sizes: Sizes, learners: int, *, first: bo
 
 def free_on(name: str) -> int:
     """Read the bytes that are free on 'cuda:N', or for this process in the host's memory."""
-    import torch
-
     return free_memory() if name == HOST else int(torch.cuda.mem_get_info(torch.device(name))[0])

@@ -8,19 +8,16 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctor.checks import Examination, Finding, broken, ok, one_line, warning
+from asyncrl.doctor.checks import Examination, Finding, Sizes, broken, ok, one_line, warning
 from asyncrl.errors import AssetError, ConfigError
 from asyncrl.launch import endpoints
 from asyncrl.launch.job import Hosts, Job
 from asyncrl.launch.placement import Placement, parse_placement, ranks_named
 from asyncrl.storage import run_folder
 from asyncrl.storage.run_folder import check_folder
-
-if TYPE_CHECKING:
-    from asyncrl.doctor.checks import Sizes
 
 GIB: Final = 2**30
 LOW_MEMORY: Final = 4 * GIB

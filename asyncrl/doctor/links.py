@@ -21,6 +21,9 @@ from itertools import combinations
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
+import torch
+import torch.distributed as dist
+
 from asyncrl.devices.tensors import pick_device
 from asyncrl.doctor.checks import Examination, Finding, broken, ok, warning
 from asyncrl.errors import ConfigError, WeightSyncError
@@ -47,8 +50,7 @@ class Result:
     """Rates of one pair, or its problem."""
 
     pair: str  # like 'cuda:0 - cuda:1'
-    rates: tuple[float, ...] = ()
-    """GB/s of each way; empty if it failed, or for a single GPU."""
+    rates: tuple[float, ...] = ()  # GB/s of each way; empty if it failed, or for a single GPU
     problem: str = ""
     tested: bool = True  # False if no time was left
 
@@ -57,8 +59,7 @@ class Result:
 class Plan:
     """Settings that all pairs share."""
 
-    folder: str
-    """Private folder in which the ends of a pair meet."""
+    folder: str  # Private folder in which the ends of a pair meet
     size: int  # ends of a link: 2, or 1 for a single GPU
     bytes: int
     times: int  # broadcasts of as many bytes per send
@@ -67,8 +68,6 @@ class Plan:
 
 def check_links(examination: Examination) -> Finding:
     """Measure all pairs of GPUs; on a CPU, two processes of this host."""
-    import torch
-
     try:
         on_gpu = pick_device(examination.config.device).type == "cuda"
     except ConfigError:  # Reported by the check of the placement.
@@ -118,8 +117,6 @@ def serve(connection: Connection, parent: int, device: str, plan: Plan) -> None:
         connection.send_bytes(json.dumps(found).encode())
 
     def touch() -> dict[str, object]:
-        import torch
-
         torch.set_num_threads(1)
         torch.zeros(1, device=device).sum().item()
         return {"ready": True}
@@ -133,9 +130,6 @@ def serve(connection: Connection, parent: int, device: str, plan: Plan) -> None:
 
 def exchange(plan: Plan, number: int, rank: int, device: str) -> list[float]:
     """Broadcast from each end of a pair; returns the median seconds of each way."""
-    import torch
-    import torch.distributed as dist
-
     on = torch.device(device)
     if on.type == "cuda":
         torch.cuda.set_device(on)
@@ -224,8 +218,6 @@ def _measure_pair(ends: Sequence[_Child], plan: Plan, number: int) -> tuple[floa
 
 
 class _Child:
-    """The process of one device."""
-
     def __init__(self, name: str, device: str, plan: Plan, serve: Callable[..., None]) -> None:
         context = multiprocessing.get_context("spawn")
         self._name, self.ready = name, False

@@ -14,9 +14,9 @@ from torch import Tensor
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import LearnerSettings
 from asyncrl.doctor.checks import Examination, Finding, Sizes, broken, ok, one_line
-from asyncrl.doctor.gpus import devices_of, hosts_of
-from asyncrl.doctor.host import GIB, placement_of
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.doctor.gpus import placed_here
+from asyncrl.doctor.host import GIB
+from asyncrl.errors import AsyncRLError
 from asyncrl.launch.build import load_models
 from asyncrl.launch.conformance import CHECKS, check_world
 from asyncrl.launch.environment import WorldFiles
@@ -110,12 +110,9 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 def check_world_model(examination: Examination) -> Finding | None:
     """Try a few decisions of the world; None for a simulator, or if the models did not load."""
     sizes, config = examination.sizes, examination.config
-    if sizes is None or not examination.starts:
+    if sizes is None or not examination.starts or (placed := placed_here(examination)) is None:
         return None
-    try:
-        device = _imagining_device(examination)
-    except ConfigError:  # Reported by the check of the placement.
-        return None
+    device = next((on for rank, on in placed[1].items() if rank in placed[0].actors), None)
     if device is None:
         return ok("world", "not tried: no rank of this placement imagines here")
     if reason := _reason_to_skip(device, sizes.environment):
@@ -137,13 +134,6 @@ def check_world_model(examination: Examination) -> Finding | None:
         "world",
         f"keeps what runs rest on: {len(CHECKS)} checks in {time.monotonic() - began:.1f} s on {device}",
     )
-
-
-def _imagining_device(examination: Examination) -> torch.device | None:
-    config = examination.config
-    placement = placement_of(config)
-    by_rank = devices_of(config, placement, hosts_of(examination).ranks(examination.host))
-    return next((on for rank, on in by_rank.items() if rank in placement.actors), None)
 
 
 def _reason_to_skip(device: torch.device, nbytes: int) -> str:

@@ -36,14 +36,10 @@ class Measured:
 
     spec: SimulatorSpec
     start: float  # seconds until it was ready
-    reset: float
-    """Seconds of the second reset of one place."""
-    undrawn: float
-    """Seconds of a step of all places without pictures."""
-    drawn: float
-    """Seconds of a step of all places with pictures of all cameras."""
-    memory: int
-    """Peak bytes of the process."""
+    reset: float  # Seconds of the second reset of one place
+    undrawn: float  # Seconds of a step of all places without pictures
+    drawn: float  # Seconds of a step of all places with pictures of all cameras
+    memory: int  # Peak bytes of the process
 
 
 def examine_simulator(source: SimulatorSource) -> Iterator[checks.Finding]:

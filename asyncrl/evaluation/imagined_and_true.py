@@ -115,20 +115,13 @@ class Audit:
     """Rates over audited episodes, with their 95 % intervals."""
 
     imagined_success: SuccessRate
-    true_success: SuccessRate
-    """Of the same actions."""
-    wrong: SuccessRate
-    """Imagined verdicts that differ from the truth."""
-    false: SuccessRate
-    """Imagined successes that are true failures."""
-    missed: SuccessRate
-    """True successes that are imagined failures."""
-    wrong_on_true_frames: SuccessRate
-    """Verdicts of the reward model on the true frames that differ from the truth."""
-    correlation: float
-    """Of imagined and true success; nan if either is always the same."""
-    psnr: tuple[float, ...]
-    """dB by decision, mean over the episodes that have it."""
+    true_success: SuccessRate  # Of the same actions
+    wrong: SuccessRate  # Imagined verdicts that differ from the truth
+    false: SuccessRate  # Imagined successes that are true failures
+    missed: SuccessRate  # True successes that are imagined failures
+    wrong_on_true_frames: SuccessRate  # Reward model's verdicts on true frames that differ from truth
+    correlation: float  # Of imagined and true success; nan if either is always the same
+    psnr: tuple[float, ...]  # dB by decision, mean over the episodes that have it
 
     @classmethod
     def of(cls, episodes: Sequence[AuditedEpisode]) -> Audit:
@@ -289,8 +282,7 @@ def imagine_group(
 ) -> list[tuple[NDArray[np.uint8], NDArray[np.float32]]]:
     """Imagine stored actions again with the stored noise: frames ``[N * C, H, W, 3]`` and scores ``[N, C]``.
 
-    Args:
-        rows: Of every pass; fewer are filled up with copies of the first. 0: all members that go on.
+    `rows`: of every pass; fewer are filled up with copies of the first. 0: all members that go on.
     """
     size = rows or len(episodes)
     parts = [episodes[first : first + size] for first in range(0, len(episodes), size)]

@@ -29,30 +29,21 @@ EVALUATIONS: Final = "evaluations.jsonl"
 class EvaluatedVersion:
     """True success of one policy version: a line of the file."""
 
-    version: int
-    """Updates of the policy; 0: the one that the run began with."""
-    time: float
-    """Of the result, in seconds since 1970."""
-    seconds: float
-    """Duration of the measurement."""
+    version: int  # Updates of the policy; 0: the one that the run began with
+    time: float  # Of the result, in seconds since 1970
+    seconds: float  # Duration of the measurement
     simulator: str
     temperature: float
     successes: int
     episodes: int
-    success: float
-    """Share of the episodes, in [0, 1]; `low` and `high` are the ends of its 95 % Wilson interval."""
+    success: float  # Share of the episodes; `low` and `high` are the ends of its 95 % Wilson interval
     low: float
     high: float
-    steps: float
-    """Mean steps to success; 0 when no episode succeeded."""
-    best: bool
-    """True if no version before it succeeded more often."""
-    skipped: int = 0
-    """Due versions before it that were not measured, since the one before took too long."""
-    sheet: str = ""
-    """Picture of true and imagined episodes, below the run's folder; empty: none was drawn."""
-    movie: str = ""
-    """The same as a movie."""
+    steps: float  # Mean steps to success; 0 when no episode succeeded
+    best: bool  # True if no version before it succeeded more often
+    skipped: int = 0  # Due versions before it that were not measured, since the one before took too long
+    sheet: str = ""  # Picture of true and imagined episodes, below the run's folder; empty: none was drawn
+    movie: str = ""  # The same as a movie
 
     def __str__(self) -> str:
         interval = f"[{self.low:.1%}, {self.high:.1%}]"

@@ -43,8 +43,7 @@ class DataSet(ABC):
     action: str
     state: tuple[str, ...]
     reward: str
-    success: str
-    """Keys; empty if there is no such thing."""
+    success: str  # Keys; empty if there is no such thing
 
     def __init__(self, path: Path, settings: DataSetSettings) -> None:
         self.path, self.settings = path, settings
@@ -227,10 +226,9 @@ def placed_size(height: int, width: int, settings: DataSetSettings) -> tuple[int
 def place_picture(picture: NDArray[np.uint8], settings: DataSetSettings) -> NDArray[np.uint8]:
     """Flip, square and resize a picture ``[H, W, 3]`` uint8. Resizing averages, then filters.
 
-    Example:
-        >>> settings = DataSetSettings(image_size=2, aspect="crop")
-        >>> place_picture(np.full((4, 8, 3), 9, np.uint8), settings).shape
-        (2, 2, 3)
+    >>> settings = DataSetSettings(image_size=2, aspect="crop")
+    >>> place_picture(np.full((4, 8, 3), 9, np.uint8), settings).shape
+    (2, 2, 3)
     """
     from PIL import Image
 

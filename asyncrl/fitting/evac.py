@@ -21,19 +21,11 @@ from torch import Tensor, nn
 
 from asyncrl.devices.tensors import to_device, to_signed
 from asyncrl.errors import ConfigError, first_line
+from asyncrl.fitting import world as fits
 from asyncrl.fitting.loop import BatchSource, Schedule, minimise, prepared, prepared_network
 from asyncrl.fitting.recording_files import Recordings
 from asyncrl.fitting.settings import Size
-from asyncrl.fitting.world import (
-    REDUCTION,
-    FrameByFrameFit,
-    Latents,
-    WorldOptions,
-    check_picture_size,
-    check_recordings,
-    pieces,
-    window_rows,
-)
+from asyncrl.fitting.world import REDUCTION, FrameByFrameFit, Latents, WorldOptions
 from asyncrl.records import ACTION_DIM, CHUNK, POSE_DIM
 from asyncrl.worlds.evac import conditions
 from asyncrl.worlds.evac.conditions import EvacConfig, EvacNetworks, Geometry
@@ -111,7 +103,7 @@ class EvacFit(FrameByFrameFit):
         config = fresh_config(
             size,
             vae_size,
-            image_size=check_picture_size(recordings, 4 * REDUCTION),
+            image_size=fits.check_picture_size(recordings, 4 * REDUCTION),
             camera=camera_of(recordings.simulator, options.camera),
             motions=measured_motions(recordings),
         )
@@ -140,7 +132,7 @@ class EvacFit(FrameByFrameFit):
         """Draw and encode the trajectory map of every frame: ``[F, Z, h, w]`` float32."""
         drawer = Geometry(self.world.config).to(self.world.device).drawer
         poses_F8 = poses_F8.to(self.world.device)
-        rows = pieces(len(poses_F8), self.world.image_size, self.world.device, "maps")
+        rows = fits.pieces(len(poses_F8), self.world.image_size, self.world.device, "maps")
         return torch.cat(
             [self.autoencoder.encode(drawer(poses_F8[piece][None])[0]).float() for piece in rows]
         )
@@ -156,7 +148,7 @@ class EvacFit(FrameByFrameFit):
 
 def _check_poses(recordings: Recordings) -> None:
     named = "a world of kind evac, whose published layout fixes the width of an action,"
-    check_recordings(recordings, ACTION_DIM, named)
+    fits.check_recordings(recordings, ACTION_DIM, named)
     if len(recordings.poses) != len(recordings.frames):
         raise ConfigError(
             "--data has recordings without poses of the robot's hand, which a world of kind evac needs. "
@@ -190,7 +182,7 @@ def windows(
         latents=latents.all,
         maps=maps_FZhw,
         motions=Geometry(config).to(device).motions(poses_F8[None], before_F8[None])[0],
-        rows=to_device(window_rows(recordings.offsets, remembered), device),
+        rows=to_device(fits.window_rows(recordings.offsets, remembered), device),
     )
 
 
@@ -303,7 +295,7 @@ def pose_loss(model: PoseModel, actions_BC7: Tensor, poses_BC8: Tensor, first_B8
 def fit_poses(model: PoseModel, recordings: Recordings, schedule: Schedule) -> float:
     """Train the model of poses in float32, with the seed of `schedule`, and its steps if below `POSE_FIT`."""
     device = next(model.parameters()).device
-    rows_W = to_device(window_rows(recordings.offsets, lambda seen: seen[:, None] - 1), device)
+    rows_W = to_device(fits.window_rows(recordings.offsets, lambda seen: seen[:, None] - 1), device)
     actions, poses = (to_device(part, device) for part in (recordings.actions, recordings.poses))
     generator = torch.Generator().manual_seed(schedule.seed)
     own = replace(POSE_FIT, steps=min(schedule.steps, POSE_FIT.steps), kept=schedule.kept)

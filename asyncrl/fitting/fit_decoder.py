@@ -34,7 +34,8 @@ def fresh_decoder(world: Any) -> TinyDecoder:
             "--world is a world whose frames are decoded one by one; a tiny decoder takes the place of one "
             "that draws causal video, and there is none for this kind. Use the world as it is."
         )
-    return TinyDecoder(TinyDecoderConfig.for_world(world.vae.size.z_dim, world.image_size))
+    size = TinyDecoderConfig.full() if world.image_size >= 128 else TinyDecoderConfig.tiny()
+    return TinyDecoder(replace(size, z_dim=world.vae.size.z_dim))
 
 
 def write_decoder(folder: Path, decoder: TinyDecoder, world: WanWorld, fit: dict[str, Any]) -> None:

@@ -45,8 +45,7 @@ class FitRanks:
 
     rank: int = 0
     size: int = 1
-    sum: Callable[[Tensor], Tensor] = lambda value: value
-    """Collective sum over the ranks of a tensor of any shape and dtype."""
+    sum: Callable[[Tensor], Tensor] = lambda value: value  # Collective, of any shape and dtype
 
 
 ONE_RANK: Final = FitRanks()

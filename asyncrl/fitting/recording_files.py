@@ -126,9 +126,8 @@ Frames = NDArray[np.uint8] | FrameFile  # [F, H, W, 3] uint8, in memory or in a 
 def blocks(shape: Sequence[int]) -> list[slice]:
     """Cut the rows ``[F, H, W, 3]`` into slices of about `BLOCK_BYTES`, each a multiple of 64 rows.
 
-    Example:
-        >>> blocks((130, 512, 512, 3))
-        [slice(0, 64, None), slice(64, 128, None), slice(128, 130, None)]
+    >>> blocks((130, 512, 512, 3))
+    [slice(0, 64, None), slice(64, 128, None), slice(128, 130, None)]
     """
     size = max(1, BLOCK_BYTES // (64 * max(1, math.prod(shape[1:])))) * 64
     return [slice(begin, min(begin + size, shape[0])) for begin in range(0, shape[0], size)]

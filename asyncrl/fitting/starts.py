@@ -41,10 +41,9 @@ def keyframes(actions: NDArray[np.float32], success: NDArray[np.bool_]) -> list[
 
     Neither is within the first decision or at the end. Row i of `actions` ``[F, 7]`` produced frame i.
 
-    Example:
-        >>> grasp = np.repeat(np.array([-1.0, 1.0]), [31, 19])[:, None] * np.ones(7)
-        >>> keyframes(grasp, np.arange(50) == 45)
-        [16, 32]
+    >>> grasp = np.repeat(np.array([-1.0, 1.0]), [31, 19])[:, None] * np.ones(7)
+    >>> keyframes(grasp, np.arange(50) == 45)
+    [16, 32]
     """
     last = (len(actions) - 1) // CHUNK
     changed = np.flatnonzero(np.diff(np.sign(actions[1:, _GRIPPER])) != 0) + 2

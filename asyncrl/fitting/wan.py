@@ -19,19 +19,12 @@ from torch import Tensor, nn
 
 from asyncrl.devices.tensors import require_finite, to_uint8
 from asyncrl.errors import ConfigError
+from asyncrl.fitting import world as fits
 from asyncrl.fitting.fit_models import LEAST_RANGE, action_range
 from asyncrl.fitting.loop import ONE_RANK, FitRanks, Schedule, minimise, prepared
 from asyncrl.fitting.recording_files import FrameFile, Recordings
 from asyncrl.fitting.settings import Size
-from asyncrl.fitting.world import (
-    CLIP_FRAMES,
-    FittedWorld,
-    Latents,
-    WorldOptions,
-    check_picture_size,
-    rows_at_once,
-    to_video,
-)
+from asyncrl.fitting.world import CLIP_FRAMES, FittedWorld, Latents, WorldOptions
 from asyncrl.observability import process_status
 from asyncrl.observability.terminal import progress
 from asyncrl.records import ACTION_DIM, CHUNK, dummy_action
@@ -62,7 +55,7 @@ class WanFit(FittedWorld):
     @classmethod
     def fresh(cls, size: Size, vae_size: Size, recordings: Recordings, options: WorldOptions) -> WanFit:
         """Build a world of the recordings' picture size and actions."""
-        side = check_picture_size(recordings, SPATIAL)
+        side = fits.check_picture_size(recordings, SPATIAL)
         transformer: TransformerConfig = getattr(TransformerConfig, size)()
         transformer = replace(transformer, action_dim=recordings.actions.shape[1])
         vae: VaeConfig = getattr(VaeConfig, vae_size)()
@@ -181,7 +174,7 @@ def encode_recordings(
     for length in np.unique(lengths).tolist():
         alike = np.flatnonzero(lengths == length).tolist()
         most = 256 if device.type == "cuda" else 32
-        batch = rows_at_once(device, most, 1 + 4 * (length - 2), height * width * 3)
+        batch = fits.rows_at_once(device, most, 1 + 4 * (length - 2), height * width * 3)
         batches += [alike[begin : begin + batch] for begin in range(0, len(alike), batch)]
     rounds = range(0, len(batches), ranks.size)
     for begin in progress(rounds, desc="encode", disable=ranks.rank > 0):
@@ -190,7 +183,7 @@ def encode_recordings(
             steps = np.arange(1 + 4 * (int(lengths[episodes[0]]) - 2))
             rows = [np.minimum(span.start + steps, span.stop - 1) for span in map(recordings.span, episodes)]
             videos = [stream_of(torch.from_numpy(recordings.frames[of_one])) for of_one in rows]
-            encoded = encode_stream(vae, to_video(torch.stack(videos).to(device)))
+            encoded = encode_stream(vae, fits.to_video(torch.stack(videos).to(device)))
             for episode, stream in zip(episodes, encoded.transpose(1, 2), strict=True):
                 latents[episode].copy_(stream)
             process_status.progress()
@@ -208,7 +201,7 @@ def redraw(vae: WanVae, latents: Latents, recordings: Recordings) -> FrameFile:
     device, lengths = latents.all.device, np.diff(latents.offsets)
     most = DRAWN_AT_ONCE["cuda" if device.type == "cuda" else "cpu"]
     for length in progress(np.unique(lengths).tolist(), desc="redraw"):
-        batch = rows_at_once(device, most, 1 + 4 * (length - 1), height * width * 3)
+        batch = fits.rows_at_once(device, most, 1 + 4 * (length - 1), height * width * 3)
         alike = np.flatnonzero(lengths == length)
         # As few batches as can be, of equal sizes: the last one is not smaller by far.
         for part in np.array_split(alike, -(-len(alike) // batch)):

@@ -41,8 +41,7 @@ LEVELS: Final = 1
 shows in single pixels, in the mean."""
 ROUNDED_FRAMES: Final = 0.5
 """Frames by which the first action may seem to act later than the last, where short weights round."""
-LOGPROB_TOLERANCE: Final = 0.05
-"""Nats by which `evaluate` may differ from `act` at equal weights: bfloat16 rounds."""
+LOGPROB_TOLERANCE: Final = 0.05  # Nats between `evaluate` and `act` at equal weights: bfloat16 rounds
 
 
 class Reporter:

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from asyncrl.launch.build import LearnerStart, LoadedModels
     from asyncrl.learner.learner import Learner
 
-ENDS: Final = 5
-"""Updates at each end of the run whose success is averaged; fewer where the ends would overlap."""
+ENDS: Final = 5  # Updates at each end of the run whose success is averaged; fewer where they would overlap
 WIDTH: Final = 80  # Columns at which lines of several parts are broken
 SKIPPED: Final = 2  # first updates of a start, which compile and fill the pipeline
 LEAST: Final = 3  # updates that `balance` needs

@@ -23,18 +23,9 @@ from typing import Final
 from asyncrl.config.run import TrainConfig, load_file
 from asyncrl.errors import ConfigError
 from asyncrl.launch import endpoints
+from asyncrl.launch import job as job_store
 from asyncrl.launch.children import ChildProcesses, Supervisor
-from asyncrl.launch.job import (
-    RUN,
-    Hosts,
-    Job,
-    RankWait,
-    RunInfo,
-    failure_file,
-    open_store,
-    receive,
-    report_failure,
-)
+from asyncrl.launch.job import Hosts, Job, RunInfo
 from asyncrl.launch.placement import RELAYED, Placement, checked_placement
 from asyncrl.messaging.sockets import private_folder
 from asyncrl.observability import process_status, waits
@@ -49,19 +40,17 @@ MAX_RESPAWNS = 5  # restarts in a row of a child that dies; one death more ends 
 SHUTDOWN_TIMEOUT_ACTOR: Final = 8.0
 """Seconds an actor rank gives its actor to end in order, with the run or when it was asked to stop."""
 LOOK_FROM_AFAR: Final = 1.0  # seconds between two looks, on another host, whether the run is over
-FIRST_HOST_LOST: Final = 60.0
-"""Seconds without an answer of torchrun's store after which the first host counts as gone."""
+FIRST_HOST_LOST: Final = 60.0  # Seconds of silence of torchrun's store until the first host is gone
 ANSWER_DEADLINE: Final = 2.0  # seconds for the last answer of torchrun's store
 FOLDER_DEADLINE: Final = 60.0  # Seconds that a network file system has to show the run's folder
-NOTE: Final = "weights"
-"""File in the host's folder of the run with the relay's endpoint and the mark of the start."""
+NOTE: Final = "weights"  # File in the host's folder: the relay's endpoint and the start's mark
 POLL_INTERVAL: Final = 0.5
 
 
 def follow(config: TrainConfig, job: Job, hosts: Hosts, stop: StopFlag) -> int:
     """Do the part of a rank other than 0 until rank 0 ends the run."""
     rank = job.rank
-    info = receive(job, config.startup_timeout, lambda: stop.requested)
+    info = job_store.receive(job, config.startup_timeout, lambda: stop.requested)
     run_dir = Path(info.run_dir)
     _wait_for_folder(run_dir, info.mark, rank)
     config = load_file(run_dir / "config.json")
@@ -69,7 +58,7 @@ def follow(config: TrainConfig, job: Job, hosts: Hosts, stop: StopFlag) -> int:
     lock = run_owner.join(run_dir)
     status = job.status_folder(run_dir)
     process_status.publish_as(status, f"learner-{rank}" if rank in placement.learners else f"rank-{rank}")
-    children = ChildProcesses(stop, report_failure=partial(report_failure, info, job))
+    children = ChildProcesses(stop, report_failure=partial(job_store.report_failure, info, job))
     first_host = FirstHost(info, job)
     with ExitStack() as ending:
         ending.callback(lock.release)
@@ -91,7 +80,7 @@ def follow(config: TrainConfig, job: Job, hosts: Hosts, stop: StopFlag) -> int:
         else:
             children.run_until_done(over=first_host.run_is_over)
         children.end(SHUTDOWN_TIMEOUT_ACTOR if first_host.learner_lives() else 0.0)
-    if children.failure is not None and failure_file(info, job).exists():
+    if children.failure is not None and job_store.failure_file(info, job).exists():
         raise children.failure
     return int(children.failure is not None)
 
@@ -174,8 +163,8 @@ class FirstHost:
         import torch.distributed as dist
 
         with suppress(dist.DistError):
-            store = open_store(job)
-            while store.check([RUN]):
+            store = job_store.open_store(job)
+            while store.check([job_store.RUN]):
                 self._answers += 1
                 if self._closing.wait(LOOK_FROM_AFAR):
                     return
@@ -238,7 +227,7 @@ def relay_weights(config: TrainConfig, info: RunInfo, hosts: Hosts, job: Job, en
 
 def wait_for_relay(info: RunInfo, job: Job, deadline: float, stop_requested: Callable[[], bool]) -> str:
     """Wait at most `deadline` seconds for this host's relay, and return its endpoint."""
-    note, wait = job.status_folder(Path(info.run_dir)) / NOTE, RankWait(deadline, stop_requested)
+    note, wait = job.status_folder(Path(info.run_dir)) / NOTE, job_store.RankWait(deadline, stop_requested)
     with process_status.waiting(waits.HOST_WEIGHTS, deadline):
         while True:
             with suppress(OSError, ValueError, KeyError):  # There is no note of this start yet.

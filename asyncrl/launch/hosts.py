@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 REACH_DEADLINE: Final = 5.0
-_START: Final = "start"
-"""Key of the name of the newest start: torchrun's store keeps what earlier starts published."""
+_START: Final = "start"  # Key of the newest start's name: torchrun's store keeps what earlier ones published
 _SIOCGIFADDR: Final = 0x8915
 Checks = Callable[[Hosts, "list[HostFacts]"], Hosts]
 """Raises ConfigError for what these hosts cannot do, adds the endpoints; called on rank 0."""
@@ -52,10 +51,8 @@ class HostFacts:
     torch: str
     settings: dict[str, str] = field(default_factory=dict)
     """Flag -> digest of its value; with --resume one digest of all arguments."""
-    address: str = ""
-    """IPv4 address of this host towards torchrun's store."""
-    store_address: str = ""
-    """IPv4 address of the store's host as this host reaches it."""
+    address: str = ""  # IPv4 address of this host towards torchrun's store
+    store_address: str = ""  # IPv4 address of the store's host as this host reaches it
     gpus: int = 0  # seen by PyTorch; 0 with --device cpu
 
 

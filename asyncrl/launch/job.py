@@ -27,8 +27,7 @@ from asyncrl.storage.untrusted import shortened
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-HOSTS: Final = "hosts"
-"""Folder of a run with a folder for each host but the first, named by the lowest rank there."""
+HOSTS: Final = "hosts"  # Folder of a run with one for each host but the first, named by its lowest rank
 STORE_DEADLINE: Final = 30.0
 POLL_INTERVAL: Final = 0.05
 RUN, _RUN_DIR = "run_facts", "run_dir"
@@ -100,14 +99,10 @@ class Hosts:
     names: tuple[str, ...] = ("this host",)
     first_ranks: tuple[int, ...] = (0,)
     size: int = 1  # ranks of the job
-    addresses: tuple[str, ...] = ("",)
-    """IPv4 address at which the other hosts reach each; empty with one host."""
-    replay: str = ""
-    """Address of the network where the replay listens; empty: on a private socket of its host."""
-    weights: str = ""
-    """Address where the weights are fetched; empty: next to the replay's."""
-    broadcasts: tuple[int, ...] = ()
-    """Numbers of the hosts between which weights are broadcast; empty: none."""
+    addresses: tuple[str, ...] = ("",)  # IPv4 address at which others reach each; empty with one host
+    replay: str = ""  # Address where the replay listens; empty: on a private socket of its host
+    weights: str = ""  # Address where the weights are fetched; empty: next to the replay's
+    broadcasts: tuple[int, ...] = ()  # Numbers of the hosts between which weights are broadcast; empty: none
 
     @classmethod
     def of_sizes(cls, sizes: Sequence[int]) -> Hosts:
@@ -140,20 +135,15 @@ class RunInfo:
 
     run_dir: str
     replay_endpoint: str
-    weights_endpoint: str
-    """Endpoint of the learner's weights for processes of its host; empty: fetch them at `pull_endpoint`."""
-    sockets: str = ""
-    """Private folder of the sockets; rank 0 removes it as its last act."""
+    weights_endpoint: str  # Of the learner's weights on its host; empty: fetch them at `pull_endpoint`
+    sockets: str = ""  # Private folder of the sockets; rank 0 removes it as its last act
     checkpoint: str = ""  # of a resumed run, else empty
-    pull_endpoint: str = ""
-    """Endpoint of the weights for other hosts and actors that join."""
-    hosts_transport: str = ""
-    """Carrier of the broadcasts between hosts; empty: other hosts fetch weights."""
+    pull_endpoint: str = ""  # Endpoint of the weights for other hosts and actors that join
+    hosts_transport: str = ""  # Carrier of the broadcasts between hosts; empty: other hosts fetch weights
     keys: str = ""  # folder of the replay's keys; empty: none
     attempt: int = 0
     """Number of this start. The run's secret is read from its folder: torchrun's store is open to others."""
-    mark: str = ""
-    """`RunIdentity.mark`: by it a host knows that it sees the same folder."""
+    mark: str = ""  # `RunIdentity.mark`: by it a host knows that it sees the same folder
     tasks: list[str] = field(default_factory=list)
     """All instructions of the run, to whose longest compiled learners pad their prompts."""
 

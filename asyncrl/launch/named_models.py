@@ -33,8 +33,7 @@ from asyncrl.worlds.start_states import load_start_states
 class NamedModel:
     """A model that was named, before anything of it is read."""
 
-    kind: type[Any]
-    """Its class, with everything that its protocol requires."""
+    kind: type[Any]  # Its class, with everything that its protocol requires
     folder: Path
     settings: Mapping[str, Any]  # keywords of its `check` and `load`
 
@@ -178,8 +177,7 @@ class RunSettings:
     config: TrainConfig
     tasks: tuple[str, ...] = ()
     """Instructions of its start states; empty if unknown here, or if the run trained in a simulator."""
-    simulator: str = ""
-    """Built-in simulator that has these tasks, or that it trained in; empty if unknown."""
+    simulator: str = ""  # Built-in simulator that has these tasks, or that it trained in; empty if unknown
     simulator_settings: tuple[str, ...] = ()
 
 

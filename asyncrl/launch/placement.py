@@ -19,8 +19,7 @@ from asyncrl.launch.job import Hosts
 
 RELAYED = "shared_memory"  # The carrier from a relay to the actors of its host
 ROLES = ("learner", "actor")
-WORDS = ("auto", "collocated", "disaggregated")
-"""Placements that fit any number of ranks; see `_by_word`."""
+WORDS = ("auto", "collocated", "disaggregated")  # Placements that fit any number of ranks; see `_by_word`
 EXAMPLE = "Write for example 'learner=0,actor=1-3' or 'learner=0-1,actor=2-3', or leave --placement out."
 _ITEM = re.compile(r"(?:(?P<role>[a-z]+)=)?(?P<first>\d{1,4})(?:-(?P<last>\d{1,4}))?(?:@(?P<host>\d{1,4}))?")
 
@@ -46,8 +45,7 @@ def span(first: int, count: int) -> str:
     return str(first) if count == 1 else f"{first}-{first + count - 1}"
 
 
-_Item = tuple[str, range, int | None]
-"""Role, ranks of the host or, without one, of the job, and the host's number."""
+_Item = tuple[str, range, int | None]  # Role, ranks of the host or else of the job, host's number
 
 
 def _items(text: str) -> list[_Item]:

@@ -21,21 +21,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch import endpoints
+from asyncrl.launch import job as job_store
 from asyncrl.launch.children import REPLAY, ChildProcesses, log_errors
 from asyncrl.launch.followers import follow, spawn_actor, spawn_role
 from asyncrl.launch.hosts import HostFacts, bind_gloo, meet
-from asyncrl.launch.job import (
-    HOSTS,
-    Hosts,
-    Job,
-    RunInfo,
-    Stopped,
-    pop_failure,
-    read_job,
-    remember_run,
-    run_of_earlier_start,
-    share,
-)
+from asyncrl.launch.job import Hosts, Job, RunInfo
 from asyncrl.launch.placement import Placement, check_on_hosts, checked_placement, copies_of, transport_of
 from asyncrl.observability import process_status
 from asyncrl.observability.background_file import logged_to
@@ -57,7 +47,7 @@ SHUTDOWN_TIMEOUT_CHILDREN: Final = 4.0  # Seconds the children have to end by th
 
 def run(config: TrainConfig) -> int:
     """Do this rank's part of a run; raises ConfigError for input that cannot work, before anything starts."""
-    job = read_job()
+    job = job_store.read_job()
     if job.name:
         die_with_parent(os.getppid())  # torchrun's, which may be killed without ending its ranks.
     raise_limit()
@@ -69,7 +59,7 @@ def run(config: TrainConfig) -> int:
             bind_gloo(hosts.addresses[hosts.of(job.rank)])
             if job.rank:
                 return follow(config, job, hosts, stop)
-        except Stopped:
+        except job_store.Stopped:
             return 0
         return lead(config, job, hosts, stop)
 
@@ -80,7 +70,7 @@ def _check_hosts(config: TrainConfig, job: Job, hosts: Hosts, facts: list[HostFa
 
     gpus = {number: host.gpus for number, host in enumerate(facts)} or {0: count_gpus(config.device)}
     placement, hosts = check_on_hosts(config, hosts, gpus)
-    if not hosts.several and run_of_earlier_start(job) is None:
+    if not hosts.several and job_store.run_of_earlier_start(job) is None:
         run_folder.check_free(config)  # Before its ports are found taken.
     endpoints.check(config, placement, hosts, job)
     return endpoints.with_addresses(config, hosts)
@@ -109,15 +99,15 @@ def _prepare(asked: TrainConfig, job: Job, hosts: Hosts) -> _Run:
     from asyncrl.launch.build import check_resumed, load_models, start_run, use_device
 
     placement = checked_placement(asked, hosts.size)
-    again = run_of_earlier_start(job)
+    again = job_store.run_of_earlier_start(job)
     check_resumed(asked, again)
     console.check_sinks(asked)
     device = use_device(asked, job.local_rank)
     transport = transport_of(asked, placement, hosts.ranks(0))
     models = load_models(asked, device)
     start = start_run(models, again)
-    remember_run(job, start.run_dir)
-    while pop_failure(start.run_dir / HOSTS):
+    job_store.remember_run(job, start.run_dir)
+    while job_store.pop_failure(start.run_dir / job_store.HOSTS):
         pass  # Left for the rank 0 of an earlier start, which died before it read them.
     process_status.publish_as(start.run_dir, "learner-0")
     return _Run(job, hosts, placement, transport, models, start)
@@ -146,7 +136,7 @@ def lead(asked: TrainConfig, job: Job, hosts: Hosts, stop: StopFlag) -> int:
         console.introduce(log, asked, run.models, start, placement.summary, lines, [hint])
         evaluator = EvaluatorProcess(config, run_dir, start.version, log.write_evaluation, job.local_rank)
         ending.callback(log_errors, evaluator.close, log.banner)
-        news = partial(_news, run, publisher, (sockets, run_dir / HOSTS), evaluator, stop)
+        news = partial(_news, run, publisher, (sockets, run_dir / job_store.HOSTS), evaluator, stop)
         children = ChildProcesses(stop, log.banner, news)
         ending.callback(children.end, 0.0)
         ending.callback(Watchdog(run_dir, log.banner).close)
@@ -195,7 +185,7 @@ def _news(
 ) -> list[str]:
     with suppress(OSError):  # The host may clean TMPDIR, which also gives its name to others.
         endpoints.restore_folder(notices[0], run.start.identity)
-    if why := pop_failure(*notices):
+    if why := job_store.pop_failure(*notices):
         raise RunError(why)
     lines = publisher.server.pop_events()
     if lines and not (run.placement.actors or publisher.joined):
@@ -214,7 +204,7 @@ def _train(
     children.spawn(partial(spawn_role, REPLAY, "roles:replay_main", config, info, start.episodes))
     if 0 in placement.actors:
         children.spawn(partial(spawn_actor, config, info, 0))
-    share(info, run.job, config.startup_timeout)
+    job_store.share(info, run.job, config.startup_timeout)
     port = ZmqLearnerPort(
         info.replay_endpoint,
         version=start.version,
@@ -259,7 +249,7 @@ def run_inline(asked: TrainConfig) -> int:
     from asyncrl.replay.inline_ports import InProcessLearnerPort
     from asyncrl.weights.transports.in_process import build_in_process
 
-    if (ranks := read_job().size) > 1:
+    if (ranks := job_store.read_job().size) > 1:
         raise ConfigError(f"--inline is one process, but torchrun started {ranks}. Leave --inline out.")
     raise_limit()
     with steady_console(), StopFlag().listening() as stop:

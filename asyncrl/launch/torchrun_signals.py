@@ -32,7 +32,6 @@ def rendezvous_handler() -> Callable[..., NoReturn]:
         sys.excepthook = quiet_after_signals(sys.excepthook)
         os.environ.setdefault(WAIT, str(WAIT_SECONDS))
         try:
-            _wait_for_ranks()
             _change_agent()
         except (ImportError, AttributeError) as error:
             print(f"asyncrl: torchrun of this torch ends runs in its own way: {error}", file=sys.stderr)
@@ -51,7 +50,12 @@ def starts_asyncrl(command: Sequence[str]) -> bool:
 
 
 def _change_agent() -> None:
-    """Do not start ranks again whose settings are wrong, and name the wait for other hosts at the end."""
+    """Start no ranks again whose settings are wrong; name the wait for other hosts; wait for ranks, once."""
+    import torch
+    from torch.distributed.elastic.multiprocessing.api import PContext
+
+    knows = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)  # The variable `WAIT`.
+    PContext.close = patient(PContext.close, None if knows else int(os.environ[WAIT]))
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     agents: Any = LocalElasticAgent
@@ -70,15 +74,6 @@ def _change_agent() -> None:
         barrier(agent)
 
     agents._monitor_workers, agents._exit_barrier = monitored, waited
-
-
-def _wait_for_ranks() -> None:
-    """Let torchrun, also before 2.12, wait as long as the variable, and only once."""
-    import torch
-    from torch.distributed.elastic.multiprocessing.api import PContext
-
-    knows = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
-    PContext.close = patient(PContext.close, None if knows else int(os.environ[WAIT]))
 
 
 def patient(close: Callable[[Any, Signals | None, int], None], seconds: int | None) -> Callable[..., None]:

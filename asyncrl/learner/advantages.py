@@ -12,14 +12,9 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.algorithm import AlgorithmSettings, CriticSettings
+from asyncrl.learner import interface
 from asyncrl.learner.batches import Batch
-from asyncrl.learner.interface import (
-    AdvantagesAndTargets,
-    Correction,
-    CorrectsAdvantages,
-    Estimates,
-    OldPolicy,
-)
+from asyncrl.learner.interface import AdvantagesAndTargets, Correction, Estimates, OldPolicy
 from asyncrl.learner.losses import log_ratio, summed
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.records import returns_differ
@@ -67,7 +62,7 @@ class GeneralizedAdvantage:
         rewards, values, valid = (_by_episode(x, batch) for x in (rewards_DK, old.values, mask_DK))
         terminated = batch.terminated | (critic.truncation == "failure")
         common = (rewards, values, old.final_values, valid, terminated)
-        if isinstance(correction, CorrectsAdvantages):
+        if isinstance(correction, interface.CorrectsAdvantages):
             level = "action" if width > 1 else "decision"
             ratios_DUV = summed(log_ratio(old.logprob, batch.behaviour_logprob), batch.mask, level)
             ratios = _by_episode(ratios_DUV.flatten(1), batch)
@@ -172,8 +167,7 @@ def vtrace(
     ``A_t = rho_t (r_t + gamma q_{t+1} - V_t)`` with ``q = lambda v + (1 - lambda) V``, which equals GAE at
     ratio 1. Source: IMPALA, arXiv 1802.01561, equation 1 and section 4.2, where ``q = v``; `q` as in rlax.
 
-    Args:
-        log_ratios: ``[B, T]`` float32, ``log pi - log mu``: pi is learned, mu sampled.
+    `log_ratios`: ``[B, T]`` float32, ``log pi - log mu``: pi is learned, mu sampled.
     """
     rho = log_ratios.detach().clamp(-20.0, 20.0).exp().clamp(max=1.0)
     targets = generalized_advantages(

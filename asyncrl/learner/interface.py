@@ -98,8 +98,7 @@ class ChoosesProximal(Protocol):
     def proximal(self, logprob: Tensor, old_logprob: Tensor, behaviour: Tensor, lag: Tensor) -> Tensor:
         """Return the log-probs of the proximal policy; all are ``[D, C, A]`` and detached.
 
-        Args:
-            lag: ``[D]`` int64, learner's version minus the version that sampled the decision.
+        `lag`: ``[D]`` int64, learner's version minus the version that sampled the decision.
         """
         ...
 

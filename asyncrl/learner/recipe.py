@@ -15,19 +15,9 @@ from torch import Tensor
 
 from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings
 from asyncrl.errors import ConfigError
+from asyncrl.learner import interface
 from asyncrl.learner.batches import Batch
-from asyncrl.learner.interface import (
-    Advantage,
-    AdvantagesAndTargets,
-    ChoosesProximal,
-    Correction,
-    CorrectsAdvantages,
-    Need,
-    Objective,
-    OldPolicy,
-    UnitLoss,
-    describe_tensor,
-)
+from asyncrl.learner.interface import AdvantagesAndTargets, UnitLoss, describe_tensor
 from asyncrl.learner.losses import valid_units
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.registry import FLAGS, keywords, names_code, resolve
@@ -42,9 +32,9 @@ class Recipe:
     algorithm: AlgorithmSettings
     correction_settings: CorrectionSettings
     critic: CriticSettings
-    correction: Correction
-    advantage: Advantage
-    objective: Objective
+    correction: interface.Correction
+    advantage: interface.Advantage
+    objective: interface.Objective
 
     @property
     def trains_critic(self) -> bool:
@@ -55,7 +45,7 @@ class Recipe:
     def needs(self) -> frozenset[str]:
         """Return the needs of correction and advantage, and `old_policy` if the ratio is taken against it."""
         needs = frozenset(self.correction.needs) | frozenset(self.advantage.needs)
-        return needs if isinstance(self.correction, ChoosesProximal) else needs | {"old_policy"}
+        return needs if isinstance(self.correction, interface.ChoosesProximal) else needs | {"old_policy"}
 
     @property
     def needs_old_policy_pass(self) -> bool:
@@ -67,13 +57,13 @@ class Recipe:
     def advantages_need_old_policy(self) -> bool:
         """Return True if the advantages depend on the old policy, whose pass then skips no decision."""
         reads = bool({"old_policy", "whole_episodes"} & set(self.advantage.needs))
-        return self.trains_critic or reads or isinstance(self.correction, CorrectsAdvantages)
+        return self.trains_critic or reads or isinstance(self.correction, interface.CorrectsAdvantages)
 
     @property
     def importance_weights_move(self) -> bool:
         """Return True if the importance weights may follow the current policy."""
         fixed = {"old_policy", "whole_episodes"} & set(self.correction.needs)
-        return isinstance(self.correction, ChoosesProximal) and not fixed
+        return isinstance(self.correction, interface.ChoosesProximal) and not fixed
 
     def check_batch(self, batch: Batch) -> None:
         """Raise ConfigError if the behaviour policy's log-probs are needed but not finite."""
@@ -84,7 +74,9 @@ class Recipe:
                 "--correction.kind none."
             )
 
-    def estimate(self, batch: Batch, old: OldPolicy | None, ranks: LearnerRanks) -> AdvantagesAndTargets:
+    def estimate(
+        self, batch: Batch, old: interface.OldPolicy | None, ranks: LearnerRanks
+    ) -> AdvantagesAndTargets:
         """Compute advantages and targets of the batch."""
         found = self.advantage.estimate(batch, old, self.correction, ranks)
         decisions, steps = batch.mask.shape[:2]
@@ -100,7 +92,7 @@ class Recipe:
 
     def proximal(self, logprob: Tensor, old_logprob: Tensor, behaviour: Tensor, lag: Tensor) -> Tensor:
         """Return the log-probs of the proximal policy."""
-        if not isinstance(self.correction, ChoosesProximal):
+        if not isinstance(self.correction, interface.ChoosesProximal):
             return old_logprob
         found = self.correction.proximal(logprob.detach(), old_logprob, behaviour, lag)
         if _is_constant(found, logprob.shape):
@@ -157,7 +149,11 @@ def build_recipe(
             f"--algorithm.advantage is {advantage}, which {has}, but --algorithm.kind is {algorithm.kind}. "
             f"Use --algorithm.kind {other}."
         )
-    if isinstance(recipe.correction, CorrectsAdvantages) and advantage != "gae" and not names_code(advantage):
+    if (
+        isinstance(recipe.correction, interface.CorrectsAdvantages)
+        and advantage != "gae"
+        and not names_code(advantage)
+    ):
         raise ConfigError(
             f"--correction.kind is {correction.kind}, which corrects the advantages of gae, but "
             f"--algorithm.advantage is {advantage}. Use --algorithm.advantage gae."
@@ -175,10 +171,10 @@ def _build(kind: str, name: str, arguments: Iterable[Any], flag: str, texts: Ite
             f"settings and {flag} {sorted(own)}: {error}."
         ) from error
     needs: Any = frozenset() if kind == "objective" else getattr(part, "needs", None)
-    if not isinstance(needs, set | frozenset) or not needs <= set(get_args(Need)):
+    if not isinstance(needs, set | frozenset) or not needs <= set(get_args(interface.Need)):
         raise ConfigError(
             f"{FLAGS[kind]} names {type_.__module__}:{type_.__qualname__}, whose `needs` is {needs!r}, "
-            f"expected a frozenset of some of {', '.join(get_args(Need))}."
+            f"expected a frozenset of some of {', '.join(get_args(interface.Need))}."
         )
     return part
 

@@ -25,19 +25,14 @@ from torch import Tensor, nn
 from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings
 from asyncrl.config.sections import OptimizerSettings
 from asyncrl.devices.tensors import moved
+from asyncrl.learner import prepare
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.corrections import beyond_trust_region, k3, staleness_metrics, truncated_weights
 from asyncrl.learner.forward import PADDING_ROW, PolicyForward, Reference
 from asyncrl.learner.fsdp import summed_gradient
 from asyncrl.learner.losses import has_advantage, kl_penalty, log_ratio, valid_units, value_loss
 from asyncrl.learner.optimizer import ClippedOptimizer
-from asyncrl.learner.prepare import (
-    LossInputs,
-    PreparedBatch,
-    build_minibatch,
-    prepare_batch,
-    split_minibatches,
-)
+from asyncrl.learner.prepare import LossInputs, PreparedBatch
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.recipe import Recipe, build_recipe
 from asyncrl.learner.update_metrics import MetricAccumulator, effective_sample_size, variance
@@ -96,7 +91,7 @@ class Update:
         settings, metrics = recipe.algorithm, MetricAccumulator()
         recipe.check_batch(batch)
         self.stepper.set_version(version)
-        prepared = prepare_batch(batch, recipe, self.forward, metrics)
+        prepared = prepare.prepare_batch(batch, recipe, self.forward, metrics)
         episodes_of_ranks = torch.zeros(ranks.size, dtype=torch.int64)
         episodes_of_ranks[ranks.rank] = episodes = len(batch.returns)
         before = int(ranks.sum(episodes_of_ranks)[: ranks.rank].sum())
@@ -104,9 +99,9 @@ class Update:
         kl_in_passes = settings.epochs > 1 or (settings.minibatches > 1 and recipe.needs_old_policy_pass)
         for epoch in range(settings.epochs):
             seed = (self.seed, version, epoch)
-            dealt = split_minibatches(episodes, settings.minibatches, seed, before=before)
+            dealt = prepare.split_minibatches(episodes, settings.minibatches, seed, before=before)
             for number, members in enumerate(dealt, start=1):
-                minibatch = build_minibatch(
+                minibatch = prepare.build_minibatch(
                     batch, prepared, members, recipe, self.forward, self.max_decisions
                 )
                 self.decisions += len(minibatch.rows) - 1

@@ -30,8 +30,7 @@ HEADER_EVERY: Final = 20  # console rows
 _WINDOW: Final = 20  # updates whose pace gives the remaining time
 ROW_SECONDS: Final = 1.0  # longest wait of the learner for its row
 CLOSE_SECONDS: Final = 5.0
-ROWS_LIMIT: Final = 64 << 20
-"""Bytes of rows that wait in memory while the disk takes none: about 10,000 updates."""
+ROWS_LIMIT: Final = 64 << 20  # Bytes of rows that wait while the disk takes none: 10,000 updates
 CURVES_LIMIT: Final = 16 << 20
 LONGEST_COMMAND: Final = 4000  # characters of a start command that are kept
 

@@ -18,20 +18,17 @@ class Metric:
     """One number that a run reports."""
 
     name: str
-    reduction: str
-    """One of `FOLD`: the rule by which several values become one."""
+    reduction: str  # One of `FOLD`: the rule by which several values become one
     unit: str
     meaning: str
-    advice: str
-    """Healthy value, and the remedy for another; for a name that RLinf uses too, the difference."""
+    advice: str  # Healthy value, and the remedy for another; for a name that RLinf uses too, the difference
 
 
 @dataclass(frozen=True)
 class LagRange:
     """Lags whose decisions are counted together."""
 
-    name: str
-    """Suffix in names of metrics."""
+    name: str  # Suffix in names of metrics
     text: str
     low: int
     high: int

@@ -25,8 +25,7 @@ from asyncrl.observability.metrics import Metric
 from asyncrl.observability.signals import exhausted
 from asyncrl.storage.untrusted import make_folder, open_regular, read_bytes, remove
 
-GRACE: Final = 60.0
-"""Seconds beyond its own deadline, which progress renews, after which a wait counts as a hang."""
+GRACE: Final = 60.0  # Seconds beyond a wait's deadline, which progress renews, until it counts as a hang
 FOLDER: Final = "processes"
 STACKS: Final = ".stacks"
 _MAGIC: Final = b"ARLPROC1"

@@ -42,21 +42,15 @@ class StopFlag:
     @contextmanager
     def listening(self) -> Iterator[StopFlag]:
         """Handle these signals within the block; main thread only."""
-        with _handled(self._note, *_ENDING):
+        # A SIGHUP that is ignored from the start stays so: that is how `nohup` works.
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        heeded = [number for number in _ENDING if not (ignored and number == signal.SIGHUP)]
+        before = {number: signal.signal(number, self._note) for number in heeded}
+        try:
             yield self
-
-
-@contextmanager
-def _handled(handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
-    # A SIGHUP that is ignored from the start stays so: that is how `nohup` works.
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    heeded = [number for number in numbers if not (ignored and number == signal.SIGHUP)]
-    before = {number: signal.signal(number, handler) for number in heeded}
-    try:
-        yield
-    finally:
-        for number, former in before.items():
-            signal.signal(number, former)
+        finally:
+            for number, former in before.items():
+                signal.signal(number, former)
 
 
 # --- the signals of a command, but where a `StopFlag` listens ---

@@ -167,8 +167,7 @@ class Policy(nn.Module):
 
             The gradient of a value reaches the value head alone.
 
-            Args:
-                sample: From `act`, in the dtypes of `sample_arrays`; integers may come as int64.
+            `sample`: from `act`, in the dtypes of `sample_arrays`; integers may come as int64.
             """
             ...
 
@@ -212,8 +211,7 @@ class Policy(nn.Module):
         ) -> int:
             """For `asyncrl doctor`: estimate the memory of passes over `rows` decisions, in bytes.
 
-            Args:
-                passes: acting: forward. checkpointed, kept: forward and backward, with checkpointing or not.
+            `passes`: acting: forward. checkpointed, kept: forward and backward, with checkpointing or not.
             """
             ...
 

@@ -23,8 +23,7 @@ from asyncrl.replay.interface import ANY_FORMAT, EpisodeFormat, RefusalCause
 
 _START: Final = re.compile(r"(/[0-9]{1,9})?/([0-9]{3,9}|seed-[0-9]{1,20})")
 """End of a start's name, after that of its simulator: ``/3/017``, ``/seed-12``, ``/3/seed-12``."""
-MAX_NUMBER: Final = 1e6
-"""Limit of actions, log-probs (nats), values, rewards and sampled floats: their squares stay finite."""
+MAX_NUMBER: Final = 1e6  # Of actions, log-probs (nats), values, rewards, sampled floats: squares stay finite
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,8 +32,7 @@ class LoadedGroup:
 
     damaged: str = ""
     problem: str | None = None  # Why the learner cannot use it; None if it can
-    episodes: list[Episode] = field(default_factory=list)
-    """In the order of their members."""
+    episodes: list[Episode] = field(default_factory=list)  # In the order of their members
     messages: list[list[Buffer]] = field(default_factory=list)
     """A message `batch` for each episode, without copies of its arrays."""
 
@@ -70,10 +69,7 @@ class BatchChooser:
         self._groups.pop(number, None)
 
     def choose(self, groups: int, request: str) -> list[int] | None:
-        """Give complete groups away, oldest first; from then on they count as used.
-
-        None if there are too few that are read and usable, or some are being read.
-        """
+        """Give complete groups away, oldest first, as used; None if too few are read and usable by now."""
         last = self._state.batch
         if request and request == self._state.request and self._store.group_files.keys() >= set(last):
             return list(last)

@@ -19,23 +19,15 @@ from asyncrl.messaging.wire import Message
 from asyncrl.observability import metrics_system, process_status, waits  # noqa: F401  They define the replay's metrics.
 from asyncrl.observability.metrics import REGISTRY, Metric
 from asyncrl.records import Episode
+from asyncrl.replay import interface
 from asyncrl.replay.connection import NOT_SENT, PING_EVERY, RANK, RESEND_AFTER, Connection, Outbox
-from asyncrl.replay.interface import (
-    BatchDescription,
-    Filling,
-    GroupFailure,
-    GroupGrant,
-    GroupLost,
-    NothingToLearn,
-    RunStopped,
-)
+from asyncrl.replay.interface import BatchDescription, GroupGrant, GroupLost
 from asyncrl.storage.run_owner import NO_RUN, RunIdentity
 
 WINDOW: Final = 32  # Groups with unacknowledged episodes, besides one per slot, that stop requests
 FETCH_WINDOW: Final = 4  # Groups requested and not received: as many are in the replay's memory
 POLL_SECONDS: Final = 1.0  # Seconds between two calls of while_waiting
-ANSWER_DEADLINE: Final = 60.0
-"""Seconds a replay, also one that has to be respawned, has to answer what its status is."""
+ANSWER_DEADLINE: Final = 60.0  # Seconds a replay, perhaps a respawned one, has to answer
 
 
 class ZmqActorPort:
@@ -75,7 +67,7 @@ class ZmqActorPort:
         while True:
             self._exchange(0)
             if self.stopped:
-                raise RunStopped("the learner ended the run.")
+                raise interface.RunStopped("the learner ended the run.")
             found = list[GroupGrant]()
             while self._next_grant in self._grants:
                 if (grant := self._grants.pop(self._next_grant)) is not None:
@@ -93,7 +85,7 @@ class ZmqActorPort:
             self._outbox.add(episode)
             self._exchange(0)
 
-    def fail(self, failure: GroupFailure) -> None:
+    def fail(self, failure: interface.GroupFailure) -> None:
         """See `ActorPort`."""
         if not self.stopped:
             self._outbox.fail(failure)
@@ -211,7 +203,7 @@ class ZmqLearnerPort:
                 raise SampleTimeout(
                     f"No batch of {groups} groups at version {version} within {timeout:g} s: "
                     f"the replay at {self._link.endpoint} {contents}.",
-                    **({} if reply is None else {x.name: reply[x.name] for x in fields(Filling)}),
+                    **({} if reply is None else {x.name: reply[x.name] for x in fields(interface.Filling)}),
                 )
         chosen = BatchDescription(request=self._wanted["request"], numbers=self._chosen)
         self._wanted = {}
@@ -316,6 +308,6 @@ class ZmqLearnerPort:
                 others.append(message)
             elif message["request"] == self._wanted.get("request"):
                 if message.kind == "nothing_to_learn":
-                    raise NothingToLearn(message["reason"])
+                    raise interface.NothingToLearn(message["reason"])
                 self._chosen = tuple(message["numbers"])
         return others

@@ -17,17 +17,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.episode_layout import (
-    DROPPED_FIELDS_VERSION,
-    STORED_SCHEMA_VERSIONS,
-    ArraySpec,
-    as_fields,
-    episode_arrays,
-    parse_specs,
-    scalar_types,
-    specs_of,
-    version_of,
-)
+from asyncrl import episode_layout
 from asyncrl.errors import ReplayError
 from asyncrl.messaging.wire import as_bytes
 from asyncrl.records import UNKNOWN_LENGTH, Episode, SamplingParams
@@ -65,11 +55,8 @@ class GroupFile:
 
 
 def write_group(path: Path, number: int, episodes: Sequence[Episode]) -> GroupFile:
-    """Write a complete group durably: built in memory, written to `path`.tmp, synced and renamed.
-
-    Space for all of it is reserved before any of it is written. A failure leaves nothing behind.
-    """
-    version = version_of(episodes[0])
+    """Write a complete group durably, or nothing of it: see `sealing`."""
+    version = episode_layout.version_of(episodes[0])
     columns = {
         "group_number": number,
         **{n: getattr(episodes[0], n) for n in ("group_id", "group_size", "task", "start_state", "actor")},
@@ -78,7 +65,7 @@ def write_group(path: Path, number: int, episodes: Sequence[Episode]) -> GroupFi
         "successes": sum(episode.success for episode in episodes),
     }
     group, table = _table([columns]), _episode_table(episodes, version)
-    members = [episode_arrays(episode) for episode in episodes]
+    members = [episode_layout.episode_arrays(episode) for episode in episodes]
     sums = [tuple(zlib.crc32(as_bytes(array)) for array in arrays.values()) for arrays in members]
     with sealing(path) as (file, extents):
         for name, value in zip(CONSTANT, (FORMAT, FORMAT_VERSION, version), strict=True):
@@ -86,7 +73,7 @@ def write_group(path: Path, number: int, episodes: Sequence[Episode]) -> GroupFi
         _write_dataset(file, GROUP, group, "1")
         _write_dataset(file, TABLE, table, "E")
         _write_dataset(file, CHECKSUMS, np.array(sums, [(name, "<u4") for name in members[0]]), "E")
-        for name, spec in specs_of(episodes[0]).items():
+        for name, spec in episode_layout.specs_of(episodes[0]).items():
             parts = [arrays[name] for arrays in members]
             joined = np.stack(parts) if spec.joined_by == "E" else np.concatenate(parts)
             dataset = _write_dataset(file, name, joined, _letters(spec, parts[0]), spec.unit)
@@ -96,7 +83,7 @@ def write_group(path: Path, number: int, episodes: Sequence[Episode]) -> GroupFi
 
 
 def _episode_table(episodes: Sequence[Episode], version: int) -> NDArray[Any]:
-    kinds = scalar_types(version)
+    kinds = episode_layout.scalar_types(version)
     rows = [{name: kind(getattr(episode, name)) for name, kind in kinds.items()} for episode in episodes]
     for letter, arrays in (("N", [x.frames for x in episodes]), ("M", [x.video for x in episodes])):
         ends = [0, *accumulate(map(len, arrays))]
@@ -136,7 +123,7 @@ def _write_attribute(target: Any, name: str, value: str | int) -> None:
     h5py.h5a.create(target, name.encode(), kind, _SCALAR).write(array)
 
 
-def _letters(spec: ArraySpec, array: NDArray[Any]) -> str:
+def _letters(spec: episode_layout.ArraySpec, array: NDArray[Any]) -> str:
     axes = [size if axis in ("C", "A") else axis for axis, size in zip(spec.shape, array.shape, strict=True)]
     return ",".join(map(str, axes if spec.joined_by != "E" else ["E", *axes]))
 
@@ -153,23 +140,22 @@ def read_group(
 ) -> list[Episode]:
     """Read the episodes of a group, in the order of their members, with every checksum verified.
 
-    Args:
-        names: Arrays to read, if the file has them; the others come back empty. None: all of them.
+    `names`: arrays to read, if the file has them; the others come back empty. None: all of them.
     """
     with opened(path) as (file, _):
         version, table = _read_version(path, file), _read_table(file, TABLE)
         checksums = _read_table(file, CHECKSUMS)
-        dropped = ("world_versions",) if version == DROPPED_FIELDS_VERSION else ()
+        dropped = ("world_versions",) if version == episode_layout.DROPPED_FIELDS_VERSION else ()
         known = tuple(name for name in checksums.dtype.names or () if name not in dropped)
         datasets = {name: dataset_in(file, name) for name in known}
         found = [(n, x.dtype.name if x.dtype.isnative else x.dtype.str, x.shape) for n, x in datasets.items()]
-        specs = parse_specs(found, version)
+        specs = episode_layout.parse_specs(found, version)
         wanted = [name for name in known if name in (names or known) and name not in without]
         for name in wanted:
             require_codec(path, datasets[name])
         arrays = {name: datasets[name][...] for name in wanted}
         empty = {name: np.empty(0, datasets[name].dtype) for name in known}
-    episodes, kinds = list[Episode](), scalar_types(version)
+    episodes, kinds = list[Episode](), episode_layout.scalar_types(version)
     try:
         for index, (row, sums) in enumerate(zip(table, checksums, strict=True)):
             parts = {name: _part(specs[name], array, row, index) for name, array in arrays.items()}
@@ -178,13 +164,13 @@ def read_group(
                     raise ValueError(f"the checksum of {name} does not match")
             scalars: dict[str, Any] = {"steps_taken": UNKNOWN_LENGTH}
             scalars |= {n: row[n].decode() if kind is str else row[n].item() for n, kind in kinds.items()}
-            episodes.append(Episode(**scalars, **as_fields(empty | parts)))
+            episodes.append(Episode(**scalars, **episode_layout.as_fields(empty | parts)))
     except UNREADABLE as error:
         raise unreadable(path, error) from None
     return episodes
 
 
-def _part(spec: ArraySpec, array: NDArray[Any], row: Any, index: int) -> NDArray[Any]:
+def _part(spec: episode_layout.ArraySpec, array: NDArray[Any], row: Any, index: int) -> NDArray[Any]:
     axis = spec.joined_by
     return array[index] if axis == "E" else array[row[f"{axis}_begin"] : row[f"{axis}_end"]]
 
@@ -208,7 +194,7 @@ def _describe(path: Path, size: int, group: Any, table: NDArray[Any]) -> GroupFi
 
 def _read_version(path: Path, file: h5py.File) -> int:
     found: dict[str, Any] = {key: file.attrs[key] for key in CONSTANT}
-    readable = ((FORMAT.encode(),), (FORMAT_VERSION,), STORED_SCHEMA_VERSIONS)
+    readable = ((FORMAT.encode(),), (FORMAT_VERSION,), episode_layout.STORED_SCHEMA_VERSIONS)
     for key, values in zip(CONSTANT, readable, strict=True):
         if found[key] not in values:
             raise ReplayError(

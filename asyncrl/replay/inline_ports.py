@@ -20,8 +20,7 @@ from asyncrl.replay.buffer import Replay
 from asyncrl.replay.groups import number_of
 from asyncrl.replay.interface import BatchDescription, GroupFailure, GroupGrant, NothingToLearn, RunStopped
 
-IDLE: Final = 0.01
-"""Seconds between two rounds of an actor that has nothing to imagine while groups are missing."""
+IDLE: Final = 0.01  # Seconds between rounds of an actor with nothing to imagine while groups are missing
 
 
 class InProcessActorPort:

@@ -13,18 +13,12 @@ from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.sections import ReplaySettings
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode, SamplingParams
+from asyncrl.replay import interface
 from asyncrl.replay.admission import Expected, Refusal, refusal
 from asyncrl.replay.events import Granted
 from asyncrl.replay.group_file import GroupFile
 from asyncrl.replay.groups import GroupTable, OpenGroup, number_of
-from asyncrl.replay.interface import (
-    ANY_FORMAT,
-    EpisodeFormat,
-    GroupGrant,
-    Receipt,
-    ReceiptStatus,
-    RefusalCause,
-)
+from asyncrl.replay.interface import GroupGrant, Receipt, ReceiptStatus, RefusalCause
 
 HEARTBEAT_TIMEOUT: Final = 30.0  # Seconds of silence of an actor until its groups are given up
 NEWCOMERS_SHARE: Final = 4  # Newcomers have at most one of so many groups that may be in flight
@@ -52,7 +46,7 @@ class Limiter(GroupTable):
         settings: ReplaySettings,
         algorithm: AlgorithmSettings,
         *,
-        episode_format: EpisodeFormat = ANY_FORMAT,
+        episode_format: interface.EpisodeFormat = interface.ANY_FORMAT,
         resume_window: int = 20,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -254,8 +248,8 @@ class Limiter(GroupTable):
             0..4, stay closed. 10..13, used at 5 and 6, wait again; those that version 6 sampled, and the open
             14 and 15, are imagined again under their numbers.
 
-        Returns:
-            Groups to use again; and those to give up, where numbers with `dropped_resume` are granted again.
+        Returns groups to use again; and those to give up, where numbers with `dropped_resume` are granted
+        again.
         """
         drop: dict[int, ReceiptStatus] = dict.fromkeys(self.open, "dropped_resume")
         used = [n for n, closed in self.closed.items() if closed.used and closed.version >= version]

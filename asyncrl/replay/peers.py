@@ -17,8 +17,7 @@ from asyncrl.replay.connection import RANK, VISITOR, JoinSettings
 from asyncrl.replay.limiter import ActorRecord
 from asyncrl.storage.run_owner import RunIdentity
 
-NAME_RESERVED: Final = 5.0
-"""Seconds after its last sign of life for which an actor's name is not given to one that joins."""
+NAME_RESERVED: Final = 5.0  # Seconds after an actor's last sign of life until another may have its name
 MOST_NEWCOMERS: Final = 64
 """Actors admitted within the heartbeat's timeout that brought no episode, beyond which the next one waits."""
 _LOG = logging.getLogger(__name__)

@@ -50,7 +50,7 @@ _PIECE: Final = 2**20
 
 @contextmanager
 def sealing(path: Path) -> Iterator[tuple[h5py.File, list[tuple[int, int]]]]:
-    """Build an HDF5 file in memory; write it durably when the block ends.
+    """Build an HDF5 file in memory; when the block ends, reserve its space and write it durably, or nothing.
 
     Yields it, and an empty list for (offset, bytes) of values that the footer's checksum leaves out.
     """

@@ -33,8 +33,7 @@ from asyncrl.replay.state import ReplayState
 from asyncrl.storage.run_owner import NO_RUN, RunIdentity
 
 POLL_MS: Final = 100  # Longest sleep of the loop
-HANG_TIMEOUT: Final = 300.0
-"""Seconds that handling what is there may take; a disk that needs longer is not there any more."""
+HANG_TIMEOUT: Final = 300.0  # Seconds that handling messages may take; a slower disk counts as gone
 SHUTDOWN_TIMEOUT: Final = 5.0  # Seconds the actors have to leave after the stop
 LONG_PASS: Final = 2.0  # Seconds of one pass that do not count as actors' silence
 KINDS: Final = {

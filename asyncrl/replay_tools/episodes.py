@@ -33,7 +33,8 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     columns = list[list[str]]()
     for cells in zip(*rows, strict=True):
         width = max(map(len, cells))
-        numeric = all(_is_number(cell) for cell in cells[1:])
+        numbers = [cell.strip("%").replace(".", "", 1) for cell in cells[1:] if cell != NOTHING]
+        numeric = all(text.replace("-", "", 1).isdigit() for text in numbers)
         columns.append([cell.rjust(width) if numeric else cell.ljust(width) for cell in cells])
     return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
 
@@ -48,10 +49,6 @@ def watched(items: Sequence[Item] | Iterable[Item], what: str) -> Iterator[Item]
     return iter(progress(items, desc=what, delay=2, leave=False))
 
 
-def _is_number(text: str) -> bool:
-    return text == NOTHING or text.strip("%").replace(".", "", 1).replace("-", "", 1).isdigit()
-
-
 Outcome = Literal["used", "filtered", "dropped", "unused"]
 _OUTCOMES: Final[dict[type, Outcome]] = {Used: "used", Filtered: "filtered", Dropped: "dropped"}
 
@@ -61,8 +58,7 @@ class GroupOutcomes:
     """The last event of every group in the ledger."""
 
     granted: set[int] = field(default_factory=set)
-    closed: dict[int, Used | Filtered | Dropped] = field(default_factory=dict)
-    """Group -> the event that closed it."""
+    closed: dict[int, Used | Filtered | Dropped] = field(default_factory=dict)  # By group
     again: set[int] = field(default_factory=set)
     """Groups that wait to be used again, because a resume lost the update that had used them."""
 

@@ -16,7 +16,7 @@ from asyncrl.replay.admission import problem_with
 from asyncrl.replay.events import Dropped, Used
 from asyncrl.replay.group_file import GroupFile, read_group, read_group_file
 from asyncrl.replay.store import PATTERN, file_name
-from asyncrl.replay_tools import episodes
+from asyncrl.replay_tools import episodes as stored
 from asyncrl.replay_tools.episodes import GroupOutcomes, ReplayCommand, read_outcomes, sound, warn, watched
 from asyncrl.replay_tools.lerobot_writer import write_lerobot
 from asyncrl.replay_tools.samples import Rate, Samples, samples_of, write_robomimic
@@ -168,11 +168,11 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 KEEP = "--replay.keep-video-every 1 in training keeps that of every group; --rate decision needs none"
-NEEDED = (*episodes.LIGHT, "frames", "actions", "video", "more_frames", "states")
+NEEDED = (*stored.LIGHT, "frames", "actions", "video", "more_frames", "states")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export(episodes.EpisodeSelection):
+class Export(stored.EpisodeSelection):
     """Write episodes as a robomimic HDF5 file or a LeRobot v3 folder.
 
     One sample per step needs the video of an episode, which training keeps of every 16th group
@@ -212,7 +212,7 @@ class Export(episodes.EpisodeSelection):
             print(f"left out: {left_out} episodes, whose video was not kept. {KEEP}")
         return 0
 
-    def _samples(self, counts: Counter[str]) -> Iterator[tuple[episodes.StoredEpisode, Samples]]:
+    def _samples(self, counts: Counter[str]) -> Iterator[tuple[stored.StoredEpisode, Samples]]:
         for row in self.rows(NEEDED):
             samples = samples_of(row.episode, self.rate)
             if samples is None:

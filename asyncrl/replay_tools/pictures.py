@@ -19,18 +19,8 @@ from asyncrl.config.bounds import AtLeast
 from asyncrl.config.sections import SuccessFrames
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.records import UNKNOWN_LENGTH, Episode
-from asyncrl.replay_tools.episodes import (
-    NOTHING,
-    EpisodeSelection,
-    ReplayCommand,
-    StoredEpisode,
-    find_row,
-    newest_of_each_outcome,
-    reread,
-    table,
-    warn,
-    watched,
-)
+from asyncrl.replay_tools import episodes as stored
+from asyncrl.replay_tools.episodes import StoredEpisode, table, watched
 from asyncrl.rewards.interface import deciding_step
 from asyncrl.storage import media
 
@@ -38,7 +28,7 @@ TILE_WIDTH = 128
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sheet(EpisodeSelection):
+class Sheet(stored.EpisodeSelection):
     """Draw episodes in rows: first, middle and last observation, and the frame that was judged."""
 
     out: Path
@@ -117,9 +107,9 @@ def _tiles(rows: Sequence[StoredEpisode], what: str) -> list[Image.Image]:
     tiles = []
     for row in watched(rows, f"drawing {what}"):
         try:
-            tiles.append(tile(row, reread(row)))
+            tiles.append(tile(row, stored.reread(row)))
         except ReplayError as error:
-            warn(f"warning: left out: {error}")
+            stored.warn(f"warning: left out: {error}")
     return tiles
 
 
@@ -127,7 +117,7 @@ MOVIE_WIDTH = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Video(ReplayCommand):
+class Video(stored.ReplayCommand):
     """Write episodes as movies with step, reward, score and policy version below the picture."""
 
     episodes: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ID...")]
@@ -139,7 +129,7 @@ class Video(ReplayCommand):
 
     def run(self) -> int:
         """Write the movies, and say from which frames."""
-        episodes = self.episodes or newest_of_each_outcome(self.folder)
+        episodes = self.episodes or stored.newest_of_each_outcome(self.folder)
         if not episodes:
             raise ConfigError(f"{self.folder} holds no episode yet. Wait for the first group.")
         if not media.can_write_mp4() and self.out.suffix.lower() != ".mp4":
@@ -147,7 +137,7 @@ class Video(ReplayCommand):
         named = self.out.suffix.lower() in (".mp4", ".gif")
         self._check_out(named, len(episodes))
         for beginning in watched(episodes, "movies"):
-            episode = find_row(self.folder, beginning).episode
+            episode = stored.find_row(self.folder, beginning).episode
             path = self.out if named else self.out / f"{episode.episode_id[:12]}{media.movie_suffix()}"
             frames = movie_of(episode)
             kept = len(episode.video) > 0
@@ -207,8 +197,7 @@ class Comparison:
     """A stored episode next to the same one, imagined again."""
 
     episode: Episode
-    video: NDArray[np.uint8]
-    """``[M, H, W, 3]`` every frame that was imagined again."""
+    video: NDArray[np.uint8]  # ``[M, H, W, 3]`` every frame that was imagined again
     scores: NDArray[np.float32]
     logprobs: NDArray[np.float32]
     """``[N, C, A]`` of the stored samples by the policy of the version that sampled them, in nats; NaN where
@@ -259,7 +248,7 @@ def comparison_table(found: Sequence[Comparison]) -> str:
         (
             *(str(x.episode.member), str(len(x.episode.actions)), _end(x.episode)),
             *("yes" if x.same_end else "no", str(x.frame_gap), f"{x.score_gap:.2g}"),
-            *(NOTHING if np.isnan(x.logprob_gap) else f"{x.logprob_gap:.2g}", x.verdict),
+            *(stored.NOTHING if np.isnan(x.logprob_gap) else f"{x.logprob_gap:.2g}", x.verdict),
         )
         for x in found
     ]

@@ -31,23 +31,17 @@ STEPS_PER_SECOND: Final = 20  # A step is 0.05 s of the environment's time
 class Samples:
     """One episode at a steady rate, up to its end."""
 
-    images: NDArray[np.uint8]
-    """``[T, H, W, 3]`` what was seen before each action."""
-    actions: NDArray[np.float32]
-    """``[T, A]`` at the rate of decisions: only the first action of each."""
-    chunks: NDArray[np.float32]
-    """``[T, C * A]`` all actions of each decision, step by step; empty at the rate of steps."""
-    rewards: NDArray[np.float32]
-    """``[T]`` at the rate of decisions: the sum over the steps of each."""
+    images: NDArray[np.uint8]  # ``[T, H, W, 3]`` what was seen before each action
+    actions: NDArray[np.float32]  # ``[T, A]`` at the rate of decisions: only the first action of each
+    chunks: NDArray[np.float32]  # ``[T, C * A]`` all of each decision, by step; empty at the rate of steps
+    rewards: NDArray[np.float32]  # ``[T]`` at the rate of decisions: the sum over the steps of each
     states: NDArray[np.float32]
     """``[T, Q]`` of the robot, seen with the image; ``[T, 0]``: not known. A replay has them of decisions: at
     the rate of steps only where a decision is one step."""
     more_images: NDArray[np.uint8]
     """``[T, V, H, W, 3]`` what the other cameras saw; ``V`` is 0 where `states` would not be known either."""
-    dones: NDArray[np.bool_]
-    """``[T]`` True at the last sample only."""
-    successes: NDArray[np.bool_]
-    """``[T]`` True at the last sample of an episode that ended in success."""
+    dones: NDArray[np.bool_]  # ``[T]`` True at the last sample only
+    successes: NDArray[np.bool_]  # ``[T]`` True at the last sample of an episode that ended in success
 
 
 def camera_name(number: int) -> str:

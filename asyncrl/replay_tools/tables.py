@@ -14,15 +14,8 @@ from asyncrl.config.bounds import AtLeast
 from asyncrl.episode_layout import EPISODE_SCALARS, optional_of, scalar_types, version_of
 from asyncrl.errors import ConfigError
 from asyncrl.records import UNKNOWN_LENGTH
-from asyncrl.replay_tools.episodes import (
-    NOTHING,
-    EpisodeSelection,
-    ReplayCommand,
-    StoredEpisode,
-    bar,
-    find_row,
-    table,
-)
+from asyncrl.replay_tools import episodes as stored
+from asyncrl.replay_tools.episodes import EpisodeSelection, StoredEpisode, bar, table
 
 _COLUMNS: dict[str, Callable[[StoredEpisode], Any]] = {
     "episode": lambda row: row.episode.episode_id[:12],
@@ -32,7 +25,7 @@ _COLUMNS: dict[str, Callable[[StoredEpisode], Any]] = {
     "success": lambda row: "yes" if row.episode.success else "no",
     "steps": lambda row: row.episode.steps,
     "versions": lambda row: row.versions,
-    "lag": lambda row: NOTHING if row.lag is None else row.lag,
+    "lag": lambda row: stored.NOTHING if row.lag is None else row.lag,
     "world": lambda row: row.episode.world_version,
     "group was": lambda row: row.outcome,
 }
@@ -61,7 +54,7 @@ class ListEpisodes(EpisodeSelection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Show(ReplayCommand):
+class Show(stored.ReplayCommand):
     """Show one episode, decision by decision."""
 
     episode: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ID")]
@@ -69,7 +62,7 @@ class Show(ReplayCommand):
 
     def run(self) -> int:
         """Print its scalars and why it ended, then one row per decision."""
-        row = find_row(self.folder, self.episode)
+        row = stored.find_row(self.folder, self.episode)
         kept, (height, width) = len(row.episode.video), row.episode.frames.shape[1:3]
         scalars = scalar_types(version_of(row.episode))
         about = {name: str(getattr(row.episode, name)) for name in scalars} | {
@@ -123,11 +116,11 @@ def _decision(row: StoredEpisode, n: int) -> dict[str, str]:
         "decision": str(n),
         "step": str(n * episode.rewards.shape[1]),
         "version": str(version),
-        "lag": NOTHING if row.used_at is None else str(row.used_at - version),
+        "lag": stored.NOTHING if row.used_at is None else str(row.used_at - version),
         "reward": f"{episode.rewards[n].sum():g}",
         "score": f"{episode.success_scores[n].max():.3f}",
         "logprob": f"{episode.logprobs[n].mean():.4f}",
-        "value": NOTHING if episode.values[n] != episode.values[n] else f"{episode.values[n]:.4f}",
+        "value": stored.NOTHING if episode.values[n] != episode.values[n] else f"{episode.values[n]:.4f}",
         "first action": _action(episode.actions[n, 0]),
         "last action": _action(episode.actions[n, -1]),
         "noise seed": str(episode.noise_seeds[n]),

@@ -61,10 +61,9 @@ def deciding_step(
         frames: k: at the first step that ends k scoring frames in a row, across decisions too. "last": at the
             last step of the first decision whose last frame scores.
 
-    Example:
-        >>> scores = np.array([[0, 1, 0, 0], [0, 0, 0, 1], [1, 0, 0, 0]], np.float32)
-        >>> {frames: deciding_step(scores, 0.7, frames) for frames in (1, 2, 3, "last")}
-        {1: (0, 1), 2: (2, 0), 3: None, 'last': (1, 3)}
+    >>> scores = np.array([[0, 1, 0, 0], [0, 0, 0, 1], [1, 0, 0, 0]], np.float32)
+    >>> {frames: deciding_step(scores, 0.7, frames) for frames in (1, 2, 3, "last")}
+    {1: (0, 1), 2: (2, 0), 3: None, 'last': (1, 3)}
     """
     solved_NC = scores_NC >= threshold
     steps = solved_NC.shape[1]

@@ -43,8 +43,7 @@ _FUSION: Final = "fusion_layer.0.weight"
 _STAGES: Final = ("0.0", "2.0.conv1", "3.0.conv1", "4.0.conv1")
 """Layers of the trunk whose channels are those of the four stages."""
 LONG: Final = "libero_10"
-GROUPS: Final = tuple(f"group_{number}" for number in range(1, 7))
-"""Folders of the networks that judge LIBERO-Long together."""
+GROUPS: Final = tuple(f"group_{number}" for number in range(1, 7))  # Folders of LIBERO-Long's networks
 LONG_GROUPS: Final = (5, 2, 1, 1, 1, 3, 4, 4, 6, 2)  # Group number of each task of LIBERO-Long, by id.
 
 
@@ -52,17 +51,12 @@ LONG_GROUPS: Final = (5, 2, 1, 1, 1, 3, 4, 4, 6, 2)  # Group number of each task
 class RewardConfig(Typed):
     """Size and tasks of a reward model."""
 
-    widths: tuple[int, int, int, int]
-    """Channels of the four stages."""
-    tasks: tuple[str, ...]
-    """Instructions it was fitted on, in the order of their ids; empty: one network for any task."""
-    embed_dim: int
-    """Channels of the task embedding (unused without tasks)."""
-    hidden_dim: int
-    """Width between trunk and probability (unused without tasks)."""
+    widths: tuple[int, int, int, int]  # Channels of the four stages
+    tasks: tuple[str, ...]  # Instructions in the order of their ids; empty: one network for any task
+    embed_dim: int  # Channels of the task embedding (unused without tasks)
+    hidden_dim: int  # Width between trunk and probability (unused without tasks)
     image_size: int
-    normed_shortcut: bool = False
-    """Blocks as in EVAC's reward model, without biases."""
+    normed_shortcut: bool = False  # Blocks as in EVAC's reward model, without biases
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tasks", check_instructions(self.tasks, "tasks of the reward model"))

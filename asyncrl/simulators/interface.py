@@ -13,6 +13,7 @@ import operator
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from pkgutil import resolve_name
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -122,9 +123,8 @@ def hand_pose(
         quaternion: ``[4]`` x, y, z, w, from the hand's axes to the world's; its sign must not jump.
         opened: Distance of the fingers, from 0 to 1; clipped.
 
-    Example:
-        >>> hand_pose(np.array([0.5, 0.0, 0.2]), np.array([1.0, 0.0, 0.0, 0.0]), 0.75).tolist()
-        [0.5, 0.0, 0.20000000298023224, 1.0, 0.0, 0.0, 0.0, -0.5]
+    >>> hand_pose(np.array([0.5, 0.0, 0.2]), np.array([1.0, 0.0, 0.0, 0.0]), 0.75).tolist()
+    [0.5, 0.0, 0.20000000298023224, 1.0, 0.0, 0.0, 0.0, -0.5]
     """
     gripper = 1.0 - 2.0 * min(max(opened, 0.0), 1.0)
     return np.concatenate([position, quaternion, [gripper]]).astype(np.float32)
@@ -215,6 +215,22 @@ class Demonstrator(Bounded, section="expert."):
                 f"--expert.noise {low:g} {high:g}: it is drawn between these two deviations, the smaller one "
                 "first. Use 0.0 0.2."
             )
+
+
+OPEN, CLOSE = -1.0, 1.0  # Commands of the gripper
+
+
+class Phase(Enum):
+    """Phases of a scripted expert's episode, in their order; some experts leave some out."""
+
+    REACH = auto()
+    SINK = auto()
+    GRASP = auto()
+    LIFT = auto()
+    CARRY = auto()
+    LOWER = auto()
+    RELEASE = auto()
+    WITHDRAW = auto()
 
 
 class Flaws:

@@ -11,6 +11,7 @@ import math
 import multiprocessing as mp
 import os
 import time
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from multiprocessing.connection import wait
@@ -41,8 +42,7 @@ class SlotAnswer:
     """
 
     slot: int
-    lost: str = ""
-    """Why the episode was lost with its worker, else empty. The slot is then free, the other fields void."""
+    lost: str = ""  # Why the episode was lost with its worker, else empty; the slot is free then
     task: str = ""  # After a reset: the instruction.
     frames: NDArray[np.uint8] = field(default_factory=_nothing)
     """``[S, K, H, W, 3]`` if all frames were asked for, else the last or the reset's ``[1, ...]``."""
@@ -154,7 +154,7 @@ class _WorkerProcess:
             self.process.join(timeout=5)
 
 
-class SimulatorPool:
+class SimulatorPool(AbstractContextManager["SimulatorPool"]):
     """``max(workers, 1) * source.places`` slots, each with an episode or none.
 
     Results do not depend on the number of workers, bit for bit. Create the pool in a thread that outlives it:
@@ -203,8 +203,7 @@ class SimulatorPool:
     ) -> None:
         """Ask for steps; the answer comes with `ready`. They stop early where the episode ends.
 
-        Args:
-            actions: ``[S, A]`` float32, finite; or the number of steps that the expert chooses.
+        `actions`: ``[S, A]`` float32, finite; or the number of steps that the expert chooses.
         """
         if isinstance(actions, int):
             request: dict[str, Any] = {"steps": actions, "actions": None}
@@ -249,9 +248,6 @@ class SimulatorPool:
                 member.pipe.close()  # All end at the same time.
         for member in members:
             member.close()
-
-    def __enter__(self) -> SimulatorPool:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -56,8 +56,6 @@ def unpack(data: bytes) -> list[Message]:
 
 @dataclass(kw_only=True)
 class _Turn:
-    """Steps that one place was asked for, and their results."""
-
     place: int
     steps: int
     frames: Frames

@@ -169,9 +169,8 @@ def rollout(
     An episode ends when it is truncated or terminated, with success, or where `act` ends it. One whose
     worker is lost is played again from its start, with the same seeds.
 
-    Args:
-        extra_decisions: Decisions after the one with the success, which then is carried out as a whole; -1:
-            the episode ends with the step that succeeds.
+    `extra_decisions`: decisions after the one with the success, which then is carried out as a whole; -1:
+    the episode ends with the step that succeeds.
 
     Raises:
         RunError: The pool gives up, or does not answer.

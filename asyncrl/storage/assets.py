@@ -13,8 +13,7 @@ from asyncrl.errors import CheckpointError, ConfigError
 
 ASSETS = Path(__file__).parents[1] / "assets"
 DEFAULT: Final = "tabletop"  # The shipped collection that settings name until they are set
-SIMULATOR_ALIASES: Final = {"tabletop_true": "tabletop"}
-"""Names of --world for simulators whose own name is a world model's."""
+SIMULATOR_ALIASES: Final = {"tabletop_true": "tabletop"}  # Name of --world -> simulator
 START_STATES: Final = "start_states.h5"
 _CHECKPOINT: Final = re.compile(r"update_(\d{6,})")
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # A policy folder has one of these

@@ -25,11 +25,12 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from asyncrl import __version__
@@ -42,9 +43,6 @@ from asyncrl.storage.atomic import Checksum, checksum_of_lines, digest_of, publi
 from asyncrl.storage.checkpoint_state import Parameters, Ranks, random_file, unreadable
 from asyncrl.storage.run_folder import BEFORE, BEST, HELD, is_whole
 from asyncrl.storage.untrusted import check_types, load_json, remove
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 FORMAT: Final = 2  # of state.json; raise it when a field changes meaning
 HASHING_THREADS: Final = 4
@@ -62,10 +60,8 @@ class Progress:
     """Counters of a run."""
 
     version: int  # of the policy: number of updates made
-    groups_used: int
-    """Groups taken from the replay: position in the stream of start states."""
-    bad_updates: int = 0
-    """Updates skipped because their gradient was not finite."""
+    groups_used: int  # Groups taken from the replay: position in the stream of start states
+    bad_updates: int = 0  # Updates skipped because their gradient was not finite
     bad_in_a_row: int = 0
     asyncrl_version: str = __version__
 

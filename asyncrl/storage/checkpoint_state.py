@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.planner import SavePlan
@@ -26,9 +27,6 @@ from torch.optim import Optimizer
 
 from asyncrl.errors import CheckpointError, first_line
 from asyncrl.storage.tensor_files import open_safetensors
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class Ranks:

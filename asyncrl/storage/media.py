@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from fractions import Fraction
 from functools import cache
 from importlib.util import find_spec
@@ -145,7 +146,7 @@ def _palette(frames: list[NDArray[np.uint8]]) -> Image.Image:
     return Image.fromarray(np.concatenate(chosen)).quantize(256, kept, kmeans=3)
 
 
-class Mp4Writer:
+class Mp4Writer(AbstractContextManager["Mp4Writer"]):
     """Writes a movie in H.264 frame by frame, as a context manager."""
 
     def __init__(self, path: Path, *, rate: Fraction, options: dict[str, str] | None = None) -> None:
@@ -165,9 +166,6 @@ class Mp4Writer:
             self._stream = self._container.add_stream("libx264", rate=self._rate, options=self._options)
             self._stream.height, self._stream.width, self._stream.pix_fmt = *even.shape[:2], "yuv420p"
         self._container.mux(self._stream.encode(av.VideoFrame.from_ndarray(even, format="rgb24")))
-
-    def __enter__(self) -> Mp4Writer:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._container:

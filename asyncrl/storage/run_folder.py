@@ -190,8 +190,7 @@ class RunSummary:
     path: Path
     state: State
     started: float  # of the last start: seconds since 1970
-    last_row: dict[str, Any]
-    """Last row of an update in metrics.jsonl; empty before the first one."""
+    last_row: dict[str, Any]  # Last row of an update in metrics.jsonl; empty before the first one
     updates: int  # at which it ends; 0 if unknown
     true_success: float | None
     problem: str = ""
@@ -296,8 +295,7 @@ def is_whole(checkpoint: Path) -> bool:
 
 # --- starts of a run ---
 
-PROVENANCE: Final = "provenance.json"
-"""``{"format": 1, "starts": [{"attempt": 1, "command": ...}, ...]}``"""
+PROVENANCE: Final = "provenance.json"  # ``{"format": 1, "starts": [{"attempt": 1, "command": ...}, ...]}``
 PACKAGES: Final = "torch transformers diffusers peft accelerate numpy h5py pyzmq mujoco"
 
 

@@ -74,8 +74,7 @@ class _Stored:
     path: Path
     kind: str  # name of the type in safetensors
     shape: tuple[int, ...]
-    read: Callable[[Tensor], object]
-    """Reads into a contiguous CPU tensor of this type and shape; thread-safe."""
+    read: Callable[[Tensor], object]  # Reads into a contiguous CPU tensor of this type and shape; thread-safe
 
 
 # --- safetensors ---

@@ -33,8 +33,7 @@ from asyncrl.worlds.slots import imagine_full
 
 ABOUT: Final = "world.json"  # In folders that asyncrl wrote, not in published ones.
 FORMAT: Final = "asyncrl-world-2"
-_OLD_FORMAT: Final = "asyncrl-world-1"
-"""Had all sizes in world.json, and layouts of its own; `convert_world` reads it."""
+_OLD_FORMAT: Final = "asyncrl-world-1"  # All sizes in world.json, own layouts; read by `convert_world`
 _USUAL: Final = (("guidance", 1.0), ("guidance_rescale", 0.7), ("eta", 1.0))
 """Settings of EVAC worlds in runs of earlier versions that mean what every world does now."""
 AS_SAVED: Final = ImaginationSettings()  # Settings that change nothing of a folder.
@@ -56,12 +55,9 @@ EVAC_SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
 class Kind(NamedTuple):
     """A kind of world models."""
 
-    title: str
-    """Name for people."""
-    world: str
-    """Its class, as `registry.resolve` takes it."""
-    recogniser: Callable[[Path], str]
-    """Returns the reason why a folder holds no published world of this kind, or ""."""
+    title: str  # Name for people
+    world: str  # Its class, as `registry.resolve` takes it
+    recogniser: Callable[[Path], str]  # Returns why a folder holds no published world of this kind, or ""
 
 
 def lacks_wan(folder: Path) -> str:
@@ -165,13 +161,10 @@ class WorldFolder:
     folder: Path
     settings: ImaginationSettings
     image_size: int
-    schedule_steps: int
-    """Network calls per decision."""
+    schedule_steps: int  # Network calls per decision
     version: int
-    published: bool
-    """True if the folder has no world.json."""
-    action_dim: int = ACTION_DIM
-    """Numbers per action."""
+    published: bool  # True if the folder has no world.json
+    action_dim: int = ACTION_DIM  # Numbers per action
 
     @property
     def dtype(self) -> torch.dtype:
@@ -202,14 +195,12 @@ class WorldFolder:
 class LatentWorldFolder(WorldFolder):
     """A world of a transformer and an autoencoder, each with its files."""
 
-    NETWORKS: ClassVar[tuple[Any, Any]]
-    """Classes of transformer and autoencoder, built of their sizes."""
+    NETWORKS: ClassVar[tuple[Any, Any]]  # Classes of transformer and autoencoder, built of their sizes
     EXACT_WEIGHTS: ClassVar[frozenset[str]]
     """Names of weights that are float32 in a fitted world: rounded, they would mean something else."""
     FLOAT8: ClassVar[tuple[str, ...]]
     """Attributes of the transformer with the blocks that --imagination.precision float8 rounds."""
-    SPARE_TENSORS: ClassVar[bool] = False
-    """True if files may hold tensors that the networks lack."""
+    SPARE_TENSORS: ClassVar[bool] = False  # True if files may hold tensors that the networks lack
 
     transformer: TensorFiles
     transformer_size: Any
@@ -254,12 +245,10 @@ class FolderWorld(ABC):
     """The part that all kinds of worlds in folders share; see `World`."""
 
     needs_pose = False
-    image_size = 0
-    """Height and width of the frames in pixels."""
+    image_size = 0  # Height and width of the frames in pixels
     version = 0
     device: torch.device
-    rows = 0
-    """Slots that a compiled world draws at once: fewer are padded."""
+    rows = 0  # Slots that a compiled world draws at once: fewer are padded
 
     @staticmethod
     @abstractmethod

@@ -111,8 +111,7 @@ class World(Protocol[State]):
             noise_seeds: ``B`` seeds; row i depends on ``noise_seeds[i]`` only, not on its slot or neighbours,
                 except for last digits that depend on the number of rows.
 
-        Returns:
-            Frames ``[B, C, H, W, 3]`` uint8, and the state after them.
+        Returns frames ``[B, C, H, W, 3]`` uint8, and the state after them.
         """
         ...
 

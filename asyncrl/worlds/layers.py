@@ -26,16 +26,11 @@ from asyncrl.storage.untrusted import Typed
 class FrameVaeConfig(Typed):
     """Size of a frame autoencoder, and the scale of its latents."""
 
-    widths: tuple[int, ...]
-    """Channels per level, from the finest; each level but the last halves height and width."""
-    layers_per_block: int
-    """Residual blocks per level of the encoder; the decoder has one more."""
-    channels: int = 4
-    """Latent channels."""
-    groups: int = 32
-    """Groups of the group norms; divides every width."""
-    scale: float = 0.13025
-    """Latents are the encoder's means times this."""
+    widths: tuple[int, ...]  # Channels per level, the finest first; all but the last halve height and width
+    layers_per_block: int  # Residual blocks per level of the encoder; the decoder has one more
+    channels: int = 4  # Latent channels
+    groups: int = 32  # Groups of the group norms; divides every width
+    scale: float = 0.13025  # Latents are the encoder's means times this
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -31,8 +31,7 @@ from asyncrl.storage.untrusted import files_in, read_bytes
 
 CONTEXT: Final = 4
 KEYFRAME_MARK: Final = "_kir"
-COPIES: Final = 4
-"""Bytes that may be made of each byte of a file: numpy needs two where protocol 2 writes text."""
+COPIES: Final = 4  # Bytes that may be made of each byte of a file: numpy needs 2 where protocol 2 writes text
 _MAX_FRAMES: Final = 5_000
 _DTYPE: Final = re.compile(r"O8|b1|[iu][1248]|f[248]|[SU]\d{1,5}")
 

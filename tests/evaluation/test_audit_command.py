@@ -79,7 +79,7 @@ def test_without_start_states_none_are_opened(run: Path, simulator: str, monkeyp
     def none(*_: object) -> Path:
         raise AssertionError("no start states were named")
 
-    monkeypatch.setattr("asyncrl.storage.assets.start_states_path", none)
+    monkeypatch.setattr("asyncrl.commands.audit.start_states_path", none)
     models = run.parent
     named = [str(models / "policy"), "--world", str(models / "world"), "--max-decisions", "1"]
     assert cli.run("audit", [*named, *SHORT, "--simulator", simulator]) == 0

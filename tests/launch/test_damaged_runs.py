@@ -183,7 +183,7 @@ def test_damaged_files_of_state_are_found_before_models_are_loaded(
         run_folder.check_free(replace(load_file(run / "config.json"), resume=True, run_dir=str(run)))
         return
     monkeypatch.setattr("asyncrl.launch.build.load_models", lambda *_: pytest.exit("models were loaded"))
-    monkeypatch.setattr("asyncrl.launch.rank.run_of_earlier_start", lambda _: run)
+    monkeypatch.setattr("asyncrl.launch.job.run_of_earlier_start", lambda _: run)
     config = load_file(original / "config.json")
     with pytest.raises(AsyncRLError, match=Path(place).name):  # Of a run that torchrun starts again.
         rank.lead(config, Job(), Hosts(), StopFlag())

@@ -17,7 +17,6 @@ import pytest
 
 from asyncrl.errors import ReplayError
 from asyncrl.records import EndReason
-from asyncrl.replay import group_file as group_files
 from asyncrl.replay.group_file import read_group, read_group_file
 from support import child_environment
 from support.episodes import assert_same, make_episode, simulated, with_chain
@@ -138,7 +137,7 @@ def test_another_version_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     store = open_store(tmp_path)
     path = store.enter(store.write(0, group_of(0))).path
     store.close()
-    monkeypatch.setattr(group_files, "STORED_SCHEMA_VERSIONS", (8, 9))
+    monkeypatch.setattr("asyncrl.episode_layout.STORED_SCHEMA_VERSIONS", (8, 9))
     with pytest.raises(ReplayError, match="schema_version 1, this asyncrl reads 8 and 9"):
         read_group_file(path)
 

@@ -35,49 +35,34 @@ class TowerConfig(Typed):
 class OpenVLAOFTConfig(Typed):
     """Sizes of the policy and the meaning of its tokens; the entry `asyncrl` of its `config.json`."""
 
-    image_size: int
-    """Height and width of the towers' picture, in pixels."""
-    patch_size: int
-    """Height and width of a patch, in pixels."""
+    image_size: int  # Height and width of the towers' picture, in pixels
+    patch_size: int  # Height and width of a patch, in pixels
     dino: TowerConfig
     siglip: TowerConfig
     llm_width: int
     llm_layers: int
     llm_heads: int
-    llm_mlp: int
-    """Hidden features of the language model's MLPs."""
-    vocab_size: int
-    """Rows of the embedding, padding included."""
-    token_count: int
-    """Tokens without padding. The last 256 of them are the action bins; `token_count` is the padding id."""
-    value_hidden: tuple[int, int]
-    """Hidden features of the value head."""
+    llm_mlp: int  # Hidden features of the language model's MLPs
+    vocab_size: int  # Rows of the embedding, padding included
+    token_count: int  # Without padding, whose id it is. The last 256 tokens are the action bins
+    value_hidden: tuple[int, int]  # Hidden features of the value head
     value_head: Literal["none", "chunk", "action"] = "none"
     """chunk: a critic gives one value per decision. action: one per step."""
     decoding: Literal["parallel", "autoregressive"] = "parallel"
     """parallel: one pass that attends both ways (OpenVLA-OFT). autoregressive: token by token (OpenVLA)."""
-    chunk: int = 8
-    """Steps per decision. OpenVLA as published makes 1."""
-    action_dim: int = 7
-    """Numbers per step; the last one is the gripper."""
-    stop_token: bool = False
-    """Append `</s>` behind the slots, as supervised OFT training does and RLinf does not."""
-    images: int = 1
-    """Pictures per decision, one after another in the sequence (main camera, wrist camera, ...)."""
+    chunk: int = 8  # Steps per decision. OpenVLA as published makes 1.
+    action_dim: int = 7  # Numbers per step; the last one is the gripper
+    stop_token: bool = False  # `</s>` behind the slots, as in supervised OFT training, not in RLinf's
+    images: int = 1  # Pictures per decision, in the sequence's order (main camera, wrist camera, ...)
     image_pipeline: Literal["rlinf", "oft"] = "rlinf"
     """rlinf: frames of another size are resized (bicubic), nothing else. oft: `preprocess.prepare_oft`."""
-    proprio_dim: int = 0
-    """Numbers of the robot's own state, as one token behind the patches; 0: the policy does not see it."""
+    proprio_dim: int = 0  # Numbers of the robot's state, one token behind the patches; 0: not seen
     gripper: Gripper = "none"
     """libero: ``-sign(2 g - 1)``, LIBERO's -1 = open. maniskill: ``2 (g > 0.5) - 1``, where 1 = open."""
-    norm_key: str = ""
-    """Entry of `norm_stats` to scale with; empty: actions stay in [-1, 1], proprioception as it comes."""
-    norm_stats: Mapping[str, NormStats] = field(default_factory=dict)
-    """Ranges of actions (and proprioception) by data set."""
-    rms_eps: float = 1e-6
-    """Epsilon of the Llama norms."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype. Logits, log-probs and values are float32 always."""
+    norm_key: str = ""  # Entry of `norm_stats` to scale with; empty: nothing is scaled
+    norm_stats: Mapping[str, NormStats] = field(default_factory=dict)  # Ranges by data set
+    rms_eps: float = 1e-6  # Epsilon of the Llama norms
+    dtype: Literal["float32", "bfloat16"] = "float32"  # Of computing; logits and values are float32
 
     def __post_init__(self) -> None:
         try:

@@ -51,22 +51,16 @@ _REFUSED: Final = {
 class PublishedOptions(Typed):
     """Conventions that a published folder may lack; "folder", 0 and "" read them from the folder."""
 
-    norm_key: str = ""
-    """Statistics to scale actions with; empty: the only ones there are."""
+    norm_key: str = ""  # Statistics to scale actions with; empty: the only ones there are
     convention: Literal["folder", "rlinf", "oft"] = "folder"
     """rlinf: no stop token, bicubic. oft: stop token, Lanczos, centre crop. folder: as saved, else rlinf."""
     gripper: Literal["folder", "none", "libero", "maniskill"] = "folder"
     """folder: as saved by asyncrl, else by the statistics: libero*, bridge*; else none."""
-    decoding: Literal["folder", "parallel", "autoregressive"] = "folder"
-    """folder: as saved by asyncrl, else parallel."""
-    images: int = 0
-    """Pictures per decision; 0: as saved by asyncrl, else 1."""
-    chunk: int = 0
-    """Steps per decision; 0: as saved by asyncrl, else 8, or 1 for autoregressive."""
-    proprio: bool = True
-    """Read the proprioception projector if there is one."""
-    critic: bool = True
-    """Read the value head if there is one."""
+    decoding: Literal["folder", "parallel", "autoregressive"] = "folder"  # folder: as saved, else parallel
+    images: int = 0  # Pictures per decision; 0: as saved by asyncrl, else 1
+    chunk: int = 0  # Steps per decision; 0: as saved by asyncrl, else 8, or 1 for autoregressive
+    proprio: bool = True  # Read the proprioception projector if there is one
+    critic: bool = True  # Read the value head if there is one
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:

@@ -19,8 +19,7 @@ from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
 DINO_MEAN: Final = (0.484375, 0.455078125, 0.40625)
 DINO_STD: Final = (0.228515625, 0.2236328125, 0.224609375)
 """ImageNet's statistics rounded to bfloat16, as the published policies were trained."""
-REGISTERS: Final = 4
-"""Extra tokens of the DINOv2 tower; they and its class token are dropped from the features."""
+REGISTERS: Final = 4  # Extra tokens of the DINOv2 tower, dropped from the features like its class token
 _RENAMED = (
     # transformers renamed its DINOv2 attention; files and broadcasts use the new names everywhere
     (".attention.attention.query.", ".attention.q_proj."),
@@ -169,9 +168,8 @@ def run_trunk(
 
     The model's own `forward` reads the mask, which waits, and makes masks that cost the fast attention.
 
-    Args:
-        mask_BS: ``[B, S]`` integer or bool over all positions so far; 0 = padding, not counted by rotary
-            positions. None: no padding.
+    `mask_BS`: ``[B, S]`` integer or bool over all positions so far; 0 = padding, not counted by rotary
+    positions. None: no padding.
     """
     new = x_BQD.shape[1]
     before = cache.get_seq_length() if cache is not None else 0

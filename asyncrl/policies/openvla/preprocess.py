@@ -43,8 +43,7 @@ WORDS: Final = tuple(_WORDS.split())
 _PIECE: Final = r"\w+|[^\w\s]|\n"
 _OF_PROMPT: Final = re.findall(_PIECE, PROMPT.replace("{task}", ""))
 JPEG_QUALITY: Final = 95
-CROPPED_AREA: Final = 0.9
-"""Share of the picture's area that is kept: fine-tuning augments with random crops of this size."""
+CROPPED_AREA: Final = 0.9  # Share of a picture's area that is kept: fine-tuning augments with such crops
 _RADIUS: Final = 3
 _ROWS_AT_ONCE: Final = 64
 _THREADS: Final = 8

@@ -7,39 +7,23 @@ Lengths are metres, angles degrees, positions in the world.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.simulators.interface import Flaws, skew_part
+from asyncrl.simulators.interface import CLOSE, OPEN, Flaws, Phase, skew_part
 from asyncrl.simulators.libero.scene import Scene
 
 TRANSLATION: Final = 0.05  # Metres of the controller's target at action 1.
 ROTATION: Final = 0.5  # Radians at action 1.
 GAIN: Final = 2.0  # The controller covers only a part of its way before the next action.
-CLOSE: Final = 1.0
-OPEN: Final = -1.0
 _HAND_DOWN = np.diag([1.0, -1.0, -1.0])
 _CLEARANCE = 0.1  # Height above the grip at which the hand arrives.
 _ROOM = 0.018
 _CLOSING_STEPS = 10
 _OPENING_STEPS = 6
 _PATIENCE = 60  # Steps after which a phase ends in any case.
-
-
-class Phase(Enum):
-    """Phases of an episode, in their order."""
-
-    REACH = auto()
-    SINK = auto()
-    GRASP = auto()
-    LIFT = auto()
-    CARRY = auto()
-    LOWER = auto()
-    RELEASE = auto()
-    WITHDRAW = auto()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -189,11 +189,10 @@ def axis_angle(quaternion: NDArray[np.float64]) -> NDArray[np.float64]:
 
     The angle is not brought into [0, pi]: published statistics belong to this form.
 
-    Example:
-        >>> axis_angle(np.array([1.0, 0.0, 0.0, 0.0])).round(4).tolist()
-        [3.1416, 0.0, 0.0]
-        >>> axis_angle(np.array([0.0, 0.0, -0.5**0.5, -0.5**0.5])).round(4).tolist()
-        [0.0, 0.0, -4.7124]
+    >>> axis_angle(np.array([1.0, 0.0, 0.0, 0.0])).round(4).tolist()
+    [3.1416, 0.0, 0.0]
+    >>> axis_angle(np.array([0.0, 0.0, -0.5**0.5, -0.5**0.5])).round(4).tolist()
+    [0.0, 0.0, -4.7124]
     """
     cosine = float(np.clip(quaternion[3], -1.0, 1.0))
     sine = np.sqrt(1.0 - cosine * cosine)
@@ -205,9 +204,8 @@ def axis_angle(quaternion: NDArray[np.float64]) -> NDArray[np.float64]:
 def quaternion_of(turn: NDArray[np.floating]) -> NDArray[np.float64]:
     """Return the quaternion (x, y, z, w) ``[4]`` of a rotation as `axis_angle` returns it: ``[3]`` rad.
 
-    Example:
-        >>> quaternion_of(np.array([0.0, 0.0, -1.5 * np.pi])).round(4).tolist()
-        [0.0, 0.0, -0.7071, -0.7071]
+    >>> quaternion_of(np.array([0.0, 0.0, -1.5 * np.pi])).round(4).tolist()
+    [0.0, 0.0, -0.7071, -0.7071]
     """
     angle = float(np.linalg.norm(turn))
     half_sinc = 0.5 * np.sinc(angle / (2 * np.pi))  # sin(angle / 2) / angle, also at 0.

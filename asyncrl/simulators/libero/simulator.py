@@ -78,19 +78,14 @@ IDLE: Final = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0)
 class LiberoSettings:
     """The keywords of --simulator-settings."""
 
-    settle: int = 10
-    """Idle steps before an episode begins, while objects come to rest; not counted."""
-    horizon: int = 0
-    """Steps until truncation; 0: the suite's own."""
-    wrist: bool = True
-    """Draw the camera at the wrist too, which doubles the cost of pictures."""
+    settle: int = 10  # Idle steps before an episode begins, while objects come to rest; not counted
+    horizon: int = 0  # Steps until truncation; 0: the suite's own
+    wrist: bool = True  # Draw the camera at the wrist too, which doubles the cost of pictures
     scene: Literal["stock", "light"] = "stock"
     """`stock`: the shapes and textures of LIBERO. `light`: those that `asyncrl simulators lite` made of them,
     which are drawn faster and look slightly different; the physics is the same."""
-    multisampling: bool = True
-    """Smooth edges, as officially."""
-    reflections: bool = True
-    """Mirrors, as officially."""
+    multisampling: bool = True  # Smooth edges, as officially
+    reflections: bool = True  # Mirrors, as officially
 
     @property
     def protocol(self) -> str:

@@ -7,13 +7,12 @@ ManiSkill has them, with the real part first.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import Enum, auto
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.simulators.interface import Flaws, skew_part
+from asyncrl.simulators.interface import CLOSE, OPEN, Flaws, Phase, skew_part
 
 Array = NDArray[np.float64]
 
@@ -41,8 +40,6 @@ def matrix(quaternion: Array) -> Array:
 
 TRANSLATION: Final = 0.1  # Metres of an action of 1.
 ROTATION: Final = 0.1  # Radians of an action of 1.
-OPEN: Final = -1.0
-CLOSE: Final = 1.0
 HOVER: Final = 0.08  # Height above the cube at which the hand travels to it.
 LIFT: Final = 0.05  # Height above the lower cube at which the upper one travels.
 BEHIND: Final = 0.08  # Distance behind the cube from which it is pushed.
@@ -81,67 +78,57 @@ class SceneView:
         return values[0].cpu().numpy().astype(np.float64)
 
 
-class _Phase(Enum):
-    REACH = auto()
-    SINK = auto()
-    GRASP = auto()
-    LIFT = auto()
-    CARRY = auto()
-    RELEASE = auto()
-
-
 class PickExpert:
     """Takes a cube to a goal: reach over it, sink, close, carry; to stack, come from above and let go.
 
-    Args:
-        goal: Returns the goal of the cube's middle ``[3]``; called at every step.
+    `goal`: returns the goal of the cube's middle ``[3]``; called at every step.
     """
 
     def __init__(
         self, scene: SceneView, cube: str, goal: Callable[[], Array], *, stack: bool, flaws: Flaws
     ) -> None:
         self._scene, self._cube, self._goal, self._stack, self._flaws = scene, cube, goal, stack, flaws
-        self._begin(_Phase.REACH)
+        self._begin(Phase.REACH)
 
     def __call__(self) -> Array:
         """Choose the next action ``[7]``."""
         self._advance()
         self._steps += 1
         tool, grip = self._scene.tool, CLOSE
-        if self._phase in (_Phase.REACH, _Phase.SINK):
-            above = np.array([0, 0, HOVER if self._phase is _Phase.REACH else 0])
+        if self._phase in (Phase.REACH, Phase.SINK):
+            above = np.array([0, 0, HOVER if self._phase is Phase.REACH else 0])
             target, grip = self._grasp_point() + above, OPEN
-        elif self._phase is _Phase.LIFT:
+        elif self._phase is Phase.LIFT:
             target = np.array([*tool[:2], self._goal()[2] + LIFT])
-        elif self._phase is _Phase.CARRY:
+        elif self._phase is Phase.CARRY:
             target = tool + self._carry()
         else:
-            target, grip = tool, OPEN if self._phase is _Phase.RELEASE else CLOSE
+            target, grip = tool, OPEN if self._phase is Phase.RELEASE else CLOSE
         return _noisy(self._flaws, [*_motion(target - tool, TRANSLATION), *self._turn()], grip)
 
-    def _begin(self, phase: _Phase) -> None:
+    def _begin(self, phase: Phase) -> None:
         self._phase, self._steps = phase, 0
 
     def _advance(self) -> None:
         scene, way = self._scene, self._grasp_point() - self._scene.tool
         late = self._steps > _PATIENCE
-        if self._phase is _Phase.REACH and (np.hypot(*way[:2]) < 0.012 or late):
-            self._begin(_Phase.SINK)
-        elif self._phase is _Phase.SINK and (np.linalg.norm(way) < 0.008 or late):
-            self._begin(_Phase.GRASP)
-        elif self._phase is _Phase.GRASP and self._steps > _CLOSING_STEPS:
-            self._begin(_Phase.LIFT if self._stack else _Phase.CARRY)
-        elif self._phase is _Phase.LIFT and (abs(self._goal()[2] + LIFT - scene.tool[2]) < 0.02 or late):
-            self._begin(_Phase.CARRY)
-        elif self._phase is _Phase.CARRY:
+        if self._phase is Phase.REACH and (np.hypot(*way[:2]) < 0.012 or late):
+            self._begin(Phase.SINK)
+        elif self._phase is Phase.SINK and (np.linalg.norm(way) < 0.008 or late):
+            self._begin(Phase.GRASP)
+        elif self._phase is Phase.GRASP and self._steps > _CLOSING_STEPS:
+            self._begin(Phase.LIFT if self._stack else Phase.CARRY)
+        elif self._phase is Phase.LIFT and (abs(self._goal()[2] + LIFT - scene.tool[2]) < 0.02 or late):
+            self._begin(Phase.CARRY)
+        elif self._phase is Phase.CARRY:
             allowed = _MISSED + float(np.linalg.norm(self._flaws.grasp))
             missed = np.linalg.norm(scene.position(self._cube) - scene.tool) > allowed
             left = self._left()
             rests = np.hypot(*left[:2]) < 0.008 and abs(left[2]) < 0.004
             if missed and self._flaws.retry:
-                self._begin(_Phase.REACH)
+                self._begin(Phase.REACH)
             elif self._stack and (rests or late):
-                self._begin(_Phase.RELEASE)
+                self._begin(Phase.RELEASE)
 
     def _grasp_point(self) -> Array:
         return self._scene.position(self._cube) + self._flaws.grasp
@@ -156,7 +143,7 @@ class PickExpert:
         return left
 
     def _turn(self) -> Array:
-        if self._phase not in (_Phase.REACH, _Phase.SINK):
+        if self._phase not in (Phase.REACH, Phase.SINK):
             return np.zeros(3)
         yaw = self._scene.yaw(self._cube)
         about = np.array([[np.cos(yaw), -np.sin(yaw), 0], [np.sin(yaw), np.cos(yaw), 0], [0, 0, 1]])

@@ -61,16 +61,13 @@ class ManiSkillSettings:
 
     reward: Literal["success", "shaped", "dense"] = "success"
     """`success`; `shaped`: `GraspReward`; `dense`: ManiSkill's own between 0 and 1."""
-    wrist: bool = False
-    """Show the camera on the hand as a second picture."""
+    wrist: bool = False  # Show the camera on the hand as a second picture
     convention: Literal["", "asyncrl", "maniskill"] = ""
     """`asyncrl`: rotations are right-handed, gripper -1 = open. `maniskill`: numbers are handed on as they
     are: rotations of `pd_ee_delta_pose` have the other sign, gripper +1 = open. Empty: `maniskill` for tasks
     with published policies, else `asyncrl`."""
-    module: str = ""
-    """A module of yours that registers the environment with ManiSkill when it is imported."""
-    objects: Literal["train", "test", "all"] = "train"
-    """Set of objects that tasks with published policies draw from."""
+    module: str = ""  # A module of yours that registers the environment with ManiSkill when it is imported
+    objects: Literal["train", "test", "all"] = "train"  # Set that tasks with published policies draw from
 
     def check(self, name: str, task: tasks.ManiSkillTask) -> None:
         """Refuse unknown values, and what the task does not have."""

@@ -102,9 +102,8 @@ class Table:
     def step(self, action: NDArray[np.floating]) -> Outcome:
         """Carry out one action of 0.1 s.
 
-        Args:
-            action: ``[7]`` (dx, dy, dz, droll, dpitch, dyaw, gripper) in [-1, 1]: from the tool's pose, in
-                `TRANSLATION` and, about the world's axes, `ROTATION`; gripper > 0 closes.
+        `action`: ``[7]`` (dx, dy, dz, droll, dpitch, dyaw, gripper) in [-1, 1]: from the tool's pose, in
+        `TRANSLATION` and, about the world's axes, `ROTATION`; gripper > 0 closes.
         """
         move = np.asarray(action, np.float64)
         self._goal_position = np.clip(self.tool_position + move[:3] * TRANSLATION, TOOL_LOW, TOOL_HIGH)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum, auto
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
-from asyncrl.simulators.interface import Demonstrator, Flaws, SimulatorSpec, skew_part
+from asyncrl.simulators.interface import CLOSE, OPEN, Demonstrator, Flaws, Phase, SimulatorSpec, skew_part
 from asyncrl.simulators.one_by_one import OneByOne
 from asyncrl.simulators.tabletop import scene
 from asyncrl.simulators.tabletop.scene import CUBE_HALF, Table, rotation_matrix
@@ -20,21 +19,11 @@ IMAGE_SIZE: Final = 64
 HOVER: Final = 0.07  # Height above the grasp at which the hand travels to the cube.
 LIFT: Final = 0.06  # Height above the plate at which the cube travels.
 GAIN: Final = 0.42  # Share of the remaining way per action: calm motion that a policy can copy.
-CLOSE: Final = 1.0
-OPEN: Final = -1.0
 _DOWN = np.diag([1.0, -1.0, -1.0])
 _GRASP_HEIGHT = 0.020
 _CLOSING_STEPS = 2
 _RELEASE_STEPS = 2
 _PATIENCE = 18  # Steps after which reaching or carrying ends in any case.
-
-
-class _TablePhase(Enum):
-    REACH = auto()
-    GRASP = auto()
-    CARRY = auto()
-    RELEASE = auto()
-    WITHDRAW = auto()
 
 
 class TableExpert:
@@ -46,7 +35,7 @@ class TableExpert:
 
     def __init__(self, table: Table, settings: Demonstrator, rng: np.random.Generator) -> None:
         self._table, self._flaws = table, Flaws(settings, rng)
-        self._enter(_TablePhase.REACH)
+        self._enter(Phase.REACH)
 
     def act(self) -> NDArray[np.float32]:
         """Choose the next action ``[7]`` float32 in [-1, 1]; the gripper is exactly -1 or 1."""
@@ -56,52 +45,52 @@ class TableExpert:
         action[:3] = GAIN * (self._target() - self._table.tool_position) / scene.TRANSLATION
         action[3:6] = GAIN * self._turn() / scene.ROTATION
         action[:6] += self._flaws.noise()
-        action[6] = CLOSE if self._phase in (_TablePhase.GRASP, _TablePhase.CARRY) else OPEN
+        action[6] = CLOSE if self._phase in (Phase.GRASP, Phase.CARRY) else OPEN
         return np.clip(action, -1.0, 1.0).astype(np.float32)
 
-    def _enter(self, phase: _TablePhase) -> None:
+    def _enter(self, phase: Phase) -> None:
         self._phase, self._steps = phase, 0
 
     def _change_phase(self) -> None:
         table = self._table
-        if self._phase is _TablePhase.REACH:
+        if self._phase is Phase.REACH:
             error = table.tool_position - self._grasp_point()
             if (np.hypot(*error[:2]) < 0.012 and abs(error[2]) < 0.012) or self._steps >= _PATIENCE:
-                self._enter(_TablePhase.GRASP)
-        elif self._phase is _TablePhase.GRASP and self._steps >= _CLOSING_STEPS:
-            self._enter(_TablePhase.CARRY)
-        elif self._phase is _TablePhase.CARRY:
+                self._enter(Phase.GRASP)
+        elif self._phase is Phase.GRASP and self._steps >= _CLOSING_STEPS:
+            self._enter(Phase.CARRY)
+        elif self._phase is Phase.CARRY:
             if self._flaws.retry and not self._holds():
-                self._enter(_TablePhase.REACH)
+                self._enter(Phase.REACH)
             else:
                 above = self._cargo() - self._put_point()
                 if (np.hypot(*above[:2]) < 0.018 and above[2] < 0.008) or self._steps >= _PATIENCE:
-                    self._enter(_TablePhase.RELEASE)
+                    self._enter(Phase.RELEASE)
                     self._held_at = table.tool_position
-        elif self._phase is _TablePhase.RELEASE and self._steps >= _RELEASE_STEPS:
-            self._enter(_TablePhase.WITHDRAW)
+        elif self._phase is Phase.RELEASE and self._steps >= _RELEASE_STEPS:
+            self._enter(Phase.WITHDRAW)
 
     def _target(self) -> NDArray[np.float64]:
         table = self._table
-        if self._phase is _TablePhase.REACH:
+        if self._phase is Phase.REACH:
             return _funnel(table.tool_position, self._grasp_point(), HOVER, slope=2.5)
-        if self._phase is _TablePhase.GRASP:
+        if self._phase is Phase.GRASP:
             return self._grasp_point()
-        if self._phase is _TablePhase.CARRY:
+        if self._phase is Phase.CARRY:
             cargo = self._cargo()
             goal = self._put_point()
             way = _funnel(cargo, goal, LIFT, slope=2.0) - cargo
             if np.hypot(*(goal - cargo)[:2]) >= scene.PLATE_RADIUS:  # While it is low, little sideways.
                 way[:2] *= np.clip((cargo[2] - CUBE_HALF) / (2 * CUBE_HALF), 0.1, 1.0)
             return table.tool_position + way
-        if self._phase is _TablePhase.WITHDRAW:
+        if self._phase is Phase.WITHDRAW:
             return np.array([*self._held_at[:2], 0.13])
         return self._held_at
 
     def _turn(self) -> NDArray[np.float64]:
         table = self._table
         yaw = table.cube_yaw(table.cube)
-        if self._phase is not _TablePhase.REACH:
+        if self._phase is not Phase.REACH:
             axes = table.tool_rotation
             yaw = float(np.arctan2(axes[1, 0], axes[0, 0]))
         wanted = rotation_matrix(np.array([0.0, 0.0, yaw])) @ _DOWN

@@ -42,8 +42,7 @@ class MotionStatistics(Typed):
     mean: tuple[float, ...] = _MEAN
     """``[12]`` of both arms, per recorded frame: metres and radians; the gripper is left as it is."""
     std: tuple[float, ...] = _STD
-    stride: int = 3
-    """Recorded frames between two frames that the network sees."""
+    stride: int = 3  # Recorded frames between two frames that the network sees
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -143,20 +142,14 @@ _REDS: Final = "fff5f0 fee0d2 fcbba1 fc9272 fb6a4a ef3b2c cb181d a50f15 67000d"
 class Camera(Typed):
     """A fixed camera without distortion that looks along its z axis, x to the right and y down."""
 
-    focal: float = 64.0
-    """In pixels."""
-    centre: float = 64.0
-    """Of the picture in both directions, in pixels."""
-    size: int = 128
-    """Height and width of the picture for which `focal` and `centre` are meant."""
-    position: tuple[float, float, float] = (0.3, 0.0, 0.6)
-    """In metres."""
+    focal: float = 64.0  # In pixels
+    centre: float = 64.0  # Of the picture in both directions, in pixels
+    size: int = 128  # Height and width of the picture for which `focal` and `centre` are meant
+    position: tuple[float, float, float] = (0.3, 0.0, 0.6)  # In metres
     quaternion: tuple[float, float, float, float] = (-0.4332, 0.0, 0.9013, 0.0)
     """Rotation from the camera's axes to the world's, x, y, z, w. The defaults are LIBERO's in RLinf."""
-    flipped: bool = True
-    """Turn maps by 180 degrees, as LIBERO's pictures are."""
-    reach: float = REACH
-    """From the pose's origin to the drawn hand, along the hand's z axis, in metres."""
+    flipped: bool = True  # Turn maps by 180 degrees, as LIBERO's pictures are
+    reach: float = REACH  # From the pose's origin to the drawn hand, along the hand's z axis, in metres
 
     def __post_init__(self) -> None:
         super().__post_init__()

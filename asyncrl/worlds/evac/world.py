@@ -109,16 +109,11 @@ class EvacState(TensorState):
 class Conditions:
     """Inputs of the network in a decision, the same at every step of the sampler."""
 
-    history: Tensor
-    """``[B, Z, P, h, w]`` float32 clean latents of earlier frames, which stay in front of the new ones."""
-    channels: Tensor
-    """``[B, 2 Z + 7, F, h, w]`` float32, see `condition_channels`."""
-    image: Tensor
-    """``[B, I, K]`` tokens of the episode's first picture, which is the window's first too."""
-    actions: Tensor
-    """``[B, F, T, K]`` tokens of the action that made each frame."""
-    poses: Tensor
-    """``[B, C, 8]`` float32 poses of the hand at the new frames."""
+    history: Tensor  # ``[B, Z, P, h, w]`` float32 clean latents of earlier frames, in front of the new ones
+    channels: Tensor  # ``[B, 2 Z + 7, F, h, w]`` float32, see `condition_channels`
+    image: Tensor  # ``[B, I, K]`` tokens of the episode's first picture, which is the window's first too
+    actions: Tensor  # ``[B, F, T, K]`` tokens of the action that made each frame
+    poses: Tensor  # ``[B, C, 8]`` float32 poses of the hand at the new frames
 
 
 class EvacWorld(FolderWorld):

@@ -28,8 +28,7 @@ from asyncrl.records import ACTION_DIM
 from asyncrl.storage.untrusted import Typed
 from asyncrl.worlds.layers import attend_few, sinusoid
 
-CONDITION: Final = 4
-"""Frames that are given; the embedding of no action stands for the actions that made them."""
+CONDITION: Final = 4  # Given frames; the embedding of no action stands for the actions that made them
 CONDITION_TIME: Final = 15.0  # Time of the condition frames, of 1000: so little noise is on them in training.
 UNUSED: Final = ("cross_attn.", "y_embedder.", "fps_embedder.")
 """Parts of names of tensors of text and frame rate: in the published files, and in no computation."""
@@ -39,19 +38,13 @@ UNUSED: Final = ("cross_attn.", "y_embedder.", "fps_embedder.")
 class STDiT3Config(Typed):
     """Size of an action-conditioned STDiT3."""
 
-    depth: int
-    """Spatial blocks, and as many temporal ones."""
-    width: int
-    """Model width, a multiple of 4 and of 2 `heads`."""
+    depth: int  # Spatial blocks, and as many temporal ones
+    width: int  # Model width, a multiple of 4 and of 2 `heads`
     heads: int
-    channels: int = 4
-    """Latent channels. The network returns twice as many; the second half means nothing."""
-    patch: int = 2
-    """Latent pixels per token in height and width."""
-    mlp_ratio: int = 4
-    """Inner width of the MLPs, in model widths."""
-    freq_dim: int = 256
-    """Channels of the sinusoid of the time."""
+    channels: int = 4  # Latent channels. The network returns twice as many; the second half means nothing.
+    patch: int = 2  # Latent pixels per token in height and width
+    mlp_ratio: int = 4  # Inner width of the MLPs, in model widths
+    freq_dim: int = 256  # Channels of the sinusoid of the time
     action_dim: int = ACTION_DIM
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
@@ -23,6 +23,7 @@ from asyncrl.records import ACTION_DIM, CHUNK, SlotBytes
 from asyncrl.storage.atomic import copy_others, read_json, replacing, write_json
 from asyncrl.storage.tensor_files import TensorFiles, write_file
 from asyncrl.worlds import files as world_files
+from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, load_decoder
 from asyncrl.worlds.wan.transformer import (
     FRAMES_PER_LATENT,
     ActionWanTransformer,
@@ -31,21 +32,16 @@ from asyncrl.worlds.wan.transformer import (
 )
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae, decode_step, encode_step, use_channels_last
 
-if TYPE_CHECKING:
-    from asyncrl.worlds.wan.tiny_decoder import TinyDecoder
-
 KIND: Final = "wan"
 TRANSFORMER: Final = "transformer.safetensors"
 VAE: Final = "vae.safetensors"
 WAN_TRANSFORMER: Final = "model-00001.safetensors"
 WAN_VAE: Final = "Wan2.2_VAE.pth"
-ADAPTER_FOLDER: Final = "adapter"
-"""Where a fit puts adapters alone; those of an earlier one belong to other weights."""
+ADAPTER_FOLDER: Final = "adapter"  # Of a fit's adapters; an earlier fit's belong to other weights
 HEAD_DIM: Final = 128
 IMAGE_SIZE: Final = 256
 SCHEDULE_STEPS: Final = 5
-TENSORS_AT_ONCE: Final = 10
-"""The decoder's largest tensors alive at the peak, measured: docs/measurements/run_speed.md."""
+TENSORS_AT_ONCE: Final = 10  # Largest tensors of the decoder alive at once (docs/measurements/run_speed.md)
 _OWN: Final = ("patch_embedding.", "blocks.", "time_embedding.", "time_projection.", "action_mlp", "head.")
 
 # As in `transformer`: patterns in names of Wan's authors, and the text of diffusers.
@@ -122,8 +118,6 @@ class WanFiles(world_files.LatentWorldFolder):
         """Load the distilled decoder; None if the settings ask for the full one."""
         if self.settings.decoder != "tiny":
             return None
-        from asyncrl.worlds.wan.tiny_decoder import load_decoder
-
         mean, std = self.vae_size.latents_mean, self.vae_size.latents_std
         return load_decoder(self.folder, latents_mean=mean, latents_std=std, device=device, dtype=dtype)
 

@@ -13,7 +13,7 @@ Dimension letters:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
@@ -31,8 +31,7 @@ from asyncrl.worlds.wan.vae import FRAMES_PER_LATENT, use_channels_last
 FORMAT: Final = "asyncrl-tiny-decoder-1"
 WEIGHTS: Final = "decoder.safetensors"
 ABOUT: Final = "decoder.json"
-PATCH: Final = 2
-"""The last layer draws patches of 2x2 pixels; three doublings before it make 16 pixels per latent pixel."""
+PATCH: Final = 2  # Pixels a side drawn by the last layer, behind three doublings: 16 per latent pixel
 
 Memory = list[Tensor]  # One [B, ., ., K] tensor per memory block, in the order of the blocks.
 
@@ -54,11 +53,6 @@ class TinyDecoderConfig(Typed):
     def full(cls) -> TinyDecoderConfig:
         """Return the published size: 256-pixel frames of ``[48, 16, 16]`` latents, a fiftieth of the cost."""
         return cls(z_dim=48, widths=(512, 384, 256, 128), blocks=(2, 2, 3, 3))
-
-    @classmethod
-    def for_world(cls, z_dim: int, image_size: int) -> TinyDecoderConfig:
-        """Return the size for a world: `full` from 128 pixels on, else `tiny`."""
-        return replace(cls.full() if image_size >= 128 else cls.tiny(), z_dim=z_dim)
 
 
 class MemoryBlock(nn.Module):

@@ -93,18 +93,13 @@ class TransformerConfig(Typed):
     """Size of an action-conditioned Wan transformer."""
 
     heads: int
-    head_dim: int
-    """Channels per head; the three-way rotary split must stay even (24, 48, 64 and 128 do)."""
+    head_dim: int  # Channels per head; the three-way rotary split must stay even (24, 48, 64 and 128 do)
     layers: int
     ffn_dim: int
-    channels: int
-    """Latent channels."""
-    patch: int
-    """Latent pixels per token in height and width."""
-    freq_dim: int = 256
-    """Channels of the sinusoid of the time."""
-    round_timestep: bool = False
-    """Round times to bfloat16 first, as published checkpoints were trained (952.38 becomes 952)."""
+    channels: int  # Latent channels
+    patch: int  # Latent pixels per token in height and width
+    freq_dim: int = 256  # Channels of the sinusoid of the time
+    round_timestep: bool = False  # Round times to bfloat16 first, as in published training (952.38: 952)
     action_dim: int = ACTION_DIM
 
     @classmethod

@@ -266,8 +266,7 @@ def _average_shortcut(shortcut: Any, x: Tensor) -> Tensor:
 def encode_layers(encoder: Any, x: Tensor, cache: Sequence[Tensor] | None) -> tuple[Tensor, FrameCache]:
     """Run the encoder over patches of the next frames ``[B, 12, T, h, w]``; T is 1 without a cache, else 4 k.
 
-    Returns:
-        Moments ``[B, 2 Z, 1 or T / 4, h / 8, w / 8]``, in the dtype of `x`, and the cache after them.
+    Returns moments ``[B, 2 Z, 1 or T / 4, h / 8, w / 8]``, in the dtype of `x`, and the cache after them.
     """
     step = _Step(cache)
     x = _causal(encoder.conv_in, x, step)
@@ -291,9 +290,8 @@ def encode_step(
 ) -> tuple[Tensor, Cache]:
     """Encode the next frames of `B` videos, in [-1, 1]; T is 1 when `cache` is None, else a multiple of 4.
 
-    Returns:
-        Normalised latents ``[B, Z, 1 or T / 4, h, w]`` in the weights' dtype (mode of the posterior), and the
-        cache after them.
+    Returns normalised latents ``[B, Z, 1 or T / 4, h, w]`` in the weights' dtype (mode of the posterior), and
+    the cache after them.
     """
     frames = frames_B3THW.shape[2]
     if frames != 1 if cache is None else frames % 4:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self
+from typing import Any, Final, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -36,11 +36,9 @@ from asyncrl.worlds.files import FolderWorld, write_about
 from asyncrl.worlds.slots import TensorState, draw_noise, finite_rows, open_each_once
 from asyncrl.worlds.start_states import check_beginnings
 from asyncrl.worlds.wan.files import KIND, TRANSFORMER, VAE, WanFiles, open_world
+from asyncrl.worlds.wan.tiny_decoder import TinyDecoder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer
 from asyncrl.worlds.wan.vae import Cache, FullDecoder, Layers, WanVae, encode_layers, encode_step
-
-if TYPE_CHECKING:
-    from asyncrl.worlds.wan.tiny_decoder import TinyDecoder
 
 CONTEXT: Final = 4  # Frames that the memory latent stands for.
 WINDOW: Final = 4  # Latent frames the transformer sees: anchor, memory and two new ones.
@@ -54,16 +52,11 @@ CONTEXT_SIGMA: Final = 5 * 0.05 / 1.2
 class WanState(TensorState):
     """Memory of `B` slots; `finite` covers latents and pixels."""
 
-    anchor: Tensor
-    """``[B, Z, 1, h, w]`` float32 latent of the first frame."""
-    memory: Tensor
-    """``[B, Z, 1, h, w]`` float32 latent of the last four frames."""
-    last_actions: Tensor
-    """``[B, 4, A]`` float32 actions that produced the last four frames."""
-    cache: Cache
-    """Decoder cache: of the frames so far, or (memory in frames) of the first frame."""
-    encoder_cache: Cache = field(default_factory=list)
-    """Encoder cache of the first frame; empty when the memory is a latent."""
+    anchor: Tensor  # ``[B, Z, 1, h, w]`` float32 latent of the first frame
+    memory: Tensor  # ``[B, Z, 1, h, w]`` float32 latent of the last four frames
+    last_actions: Tensor  # ``[B, 4, A]`` float32 actions that produced the last four frames
+    cache: Cache  # Decoder cache: of the frames so far, or (memory in frames) of the first frame
+    encoder_cache: Cache = field(default_factory=list)  # Of the first frame; empty with memory in latents
 
 
 class WanWorld(FolderWorld):
