@@ -49,7 +49,8 @@ def small_policy(**changes: Any) -> OpenVLAOFTPolicy:
 
 def write_wan(folder: Path) -> None:
     """Write a Wan world."""
-    save_world(folder, nano_wan(5))
+    vae = WanVae(VaeConfig.tiny())
+    save_world(folder, WanWorld(ActionWanTransformer(TransformerConfig.tiny()), vae, image_size=SIZE))
 
 
 def write_opensora(folder: Path) -> None:
@@ -79,7 +80,8 @@ WORLDS: Final[dict[str, Callable[[Path], None]]] = {
 
 def write_models(folder: Path, world: str = "wan") -> list[str]:
     """Write policy, world (one of `WORLDS`), reward and start states; returns the flags of a small run."""
-    small_policy().save(folder / "policy")
+    torch.manual_seed(0)
+    OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny()).save(folder / "policy")
     WORLDS[world](folder / "world")
     reward = RewardConfig.tiny(tasks=tuple(TASKS))
     save_reward(folder / "world", ResNetReward(RewardNetwork(reward), reward))
