@@ -28,7 +28,7 @@ PREFIX: Final = "asyncrl-"
 IDENTITY: Final = "identity"
 """File with the run's secret in a private folder, for actors of this host that join."""
 LINGER_MS: Final = 1000
-GOODBYE_MS: Final = 5000  # The same of a peer that leaves a living run, perhaps from a busy host
+LEAVE_SECONDS: Final = 5.0  # Longest wait of a leaving peer for the answer, perhaps of a busy host
 HANDSHAKE_MS: Final = 10_000
 BULK_HWM: Final = 4  # Messages queued in the direction of episodes. ZeroMQ counts messages, not bytes
 CONTROL_HWM: Final = 1024  # Messages queued in the direction of small messages and of a learner's batch

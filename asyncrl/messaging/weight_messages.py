@@ -5,7 +5,7 @@
                           bytes      a piece of one buffer of a version; answered by `chunk`, or `gone`
                           answer     of a member, to `group` or, with its version, to `send`; or the
                                      problem that ended its part of an epoch
-                          leave
+                          leave      answered by `closed`
     learner -> receiver   layout     the receiver's manifest is another: names, shapes and dtypes, as JSON
                           group      a new epoch of the weight group begins
                           form       all members are ready: form the link

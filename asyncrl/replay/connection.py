@@ -143,14 +143,14 @@ class Connection:
                 finally:
                     self._lock.release()
 
-    def close(self, linger: int = LINGER_MS) -> None:
-        """Disconnect; sent messages are still delivered for `linger` milliseconds."""
+    def close(self) -> None:
+        """Disconnect; sent messages are still delivered for LINGER_MS."""
         self._closing.set()
         if self._pulse.is_alive():
             self._pulse.join(2 * PING_EVERY)
         if not self._socket.closed:
             self._socket.disable_monitor()
-        self._context.destroy(linger=linger)
+        self._context.destroy(linger=LINGER_MS)
 
     def _introduce(self) -> None:
         who = {"role": self.role, "name": self.name, "session": self.session, "version": self.version}

@@ -154,7 +154,9 @@ class ReplayServer:
             self.sender.send(peer, "stopped")
         elif known:
             self._dispatch(peer, message)
-        elif message.kind != "bye":
+        elif message.kind == "bye":
+            self.sender.send(peer, "bye")
+        else:
             self.peers.welcome(peer, known=False)
 
     def _answer(self) -> None:
@@ -233,6 +235,7 @@ class ReplayServer:
                 self.peers.welcome(peer)
             case "bye":
                 self.peers.remove(peer)
+                self.sender.send(peer, "bye")
             case "settings":
                 self.peers.send_settings(peer, message)
             case "acquire" if actor is not None:

@@ -6,6 +6,7 @@ link, receives or fetches: a newer epoch or the end of the run ends these.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -23,7 +24,7 @@ from torch import Tensor
 from asyncrl.errors import AttemptEnded, WeightSyncError, WireError
 from asyncrl.messaging.framing import FramedMessage
 from asyncrl.messaging.keys import ClientKeys
-from asyncrl.messaging.sockets import GOODBYE_MS, LINGER_MS, Handshakes, WakeableSocket, open_dealer
+from asyncrl.messaging.sockets import LEAVE_SECONDS, LINGER_MS, Handshakes, WakeableSocket, open_dealer
 from asyncrl.messaging.weight_messages import CHUNK, decode, encode
 from asyncrl.observability import process_status, waits
 from asyncrl.storage.run_owner import NO_RUN, RunIdentity
@@ -58,30 +59,65 @@ class _Set:
     """End of the last swap from it; None on the CPU, and before the first."""
 
 
-class BufferedReceiver(Receiver):
-    """The actor's side: a subclass fills the spare buffers on its own thread."""
+class _Closing(Exception): ...
+
+
+class WeightReceiver(Receiver):
+    """Receives over the learner's socket: by a transport, as a member of the weight group, or by pulling."""
 
     def __init__(
         self,
-        name: str,
+        transport: str,
         endpoint: str,
-        manifest: packing.Manifest | None,
-        device: torch.device,
-        deadline: float,
+        name: str,
+        tensors: Mapping[str, Tensor] | None,
+        device: torch.device | str = "cpu",
+        deadline: float = 60.0,
+        security: ClientKeys | None = None,
+        identity: RunIdentity = NO_RUN,
     ) -> None:
+        """Join the channel; versions must have the shapes and dtypes of `tensors` (None: any)."""
+        manifest, own = None if tensors is None else packing.build_manifest(tensors), torch.device(device)
+        self._transport = None if transport == PULL else interface.build_transport(transport, own, deadline)
+        buffers_on = self._transport.device if self._transport else torch.device("cpu")
         self._name, self._endpoint, self._manifest = name, endpoint, manifest
-        self._device, self._deadline = device, deadline
+        self._device, self._deadline = buffers_on, deadline
         self._spare: _Set | None = None  # Destination of the next version, made when it comes
         self._complete: _Set | None = None  # The newest complete version
-        # Everything below is shared between the two threads and guarded by this condition.
+        # The next six are shared between the two threads and guarded by this condition.
         self._changed = threading.Condition()
         self._version, self._held = -1, -1
         self._state = f"waiting for the learner at {endpoint} to publish its first version"
         self._failure: Exception | None = None
         self.ended = False
         """True after the learner announced that no version will follow."""
-
-    # --- the actor's thread ---
+        pid = os.getpid() if self._transport and endpoint.startswith("ipc") else 0
+        self._greeting: dict[str, Any] = {
+            "name": name,
+            "member": int(self._transport is not None),
+            "pid": pid,
+            "started": process_status.started(pid) if pid else 0,
+            "secret": identity.secret,
+            "attempt": identity.attempt,
+            "manifest": manifest.checksum if manifest else 0,
+        }
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            routing_id = f"weights-{os.urandom(8).hex()}".encode()
+            self._socket = open_dealer(self._context, endpoint, routing_id, security)
+            self._handshakes = Handshakes(self._socket, endpoint, "server of weights")
+            self._socket.connect(endpoint)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._wakeable = WakeableSocket(self._socket)
+        self._session = TransportSession(deadline, self._given_up, self._listen, self._wakeable.wake)
+        self._inbox: deque[FramedMessage] = deque()
+        self._asked_at, self._silent, self._listened_at = -math.inf, 0.0, time.monotonic()
+        self._epoch, self._damaged = 0, 0  # Epoch 0: none, or it failed
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="weights receiver", daemon=True)
+        self._thread.start()
 
     def wait_for_first(self, deadline: float) -> int:
         """Wait for the first complete version."""
@@ -141,82 +177,6 @@ class BufferedReceiver(Receiver):
         if self._failure is not None:
             raise WeightSyncError(str(self._failure)) from self._failure
 
-    # --- the receiver's thread ---
-
-    def _spare_buffers(self) -> packing.Buffers:
-        if self._spare is None:
-            assert self._manifest is not None
-            buffers = packing.allocate(self._manifest, self._device)
-            self._spare = _Set(buffers=buffers, views=packing.views_in(self._manifest, buffers))
-        if self._spare.read is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._spare.read)
-        return self._spare.buffers
-
-    def _accept(self, version: int) -> None:
-        # The spare buffers, which hold `version`, become the complete ones, unless it is not newer.
-        with self._changed:
-            if version > self._version:
-                assert self._spare is not None  # It holds the version.
-                self._spare, self._complete = self._complete, self._spare
-                self._version = version
-                self._changed.notify_all()
-
-    def _finish(self, failure: Exception | None) -> None:
-        with self._changed:
-            self._failure, self.ended = failure, failure is None
-            self._changed.notify_all()
-
-
-class _Closing(Exception): ...
-
-
-class WeightReceiver(BufferedReceiver):
-    """Receives over the learner's socket: by a transport, as a member of the weight group, or by pulling."""
-
-    def __init__(
-        self,
-        transport: str,
-        endpoint: str,
-        name: str,
-        tensors: Mapping[str, Tensor] | None,
-        device: torch.device | str = "cpu",
-        deadline: float = 60.0,
-        security: ClientKeys | None = None,
-        identity: RunIdentity = NO_RUN,
-    ) -> None:
-        """Join the channel; versions must have the shapes and dtypes of `tensors` (None: any)."""
-        manifest, own = None if tensors is None else packing.build_manifest(tensors), torch.device(device)
-        self._transport = None if transport == PULL else interface.build_transport(transport, own, deadline)
-        buffers_on = self._transport.device if self._transport else torch.device("cpu")
-        super().__init__(name, endpoint, manifest, buffers_on, deadline)
-        pid = os.getpid() if self._transport and endpoint.startswith("ipc") else 0
-        self._greeting: dict[str, Any] = {
-            "name": name,
-            "member": int(self._transport is not None),
-            "pid": pid,
-            "started": process_status.started(pid) if pid else 0,
-            "secret": identity.secret,
-            "attempt": identity.attempt,
-            "manifest": manifest.checksum if manifest else 0,
-        }
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        try:
-            routing_id = f"weights-{os.urandom(8).hex()}".encode()
-            self._socket = open_dealer(self._context, endpoint, routing_id, security)
-            self._handshakes = Handshakes(self._socket, endpoint, "server of weights")
-            self._socket.connect(endpoint)
-        except BaseException:
-            self._context.destroy(linger=0)
-            raise
-        self._wakeable = WakeableSocket(self._socket)
-        self._session = TransportSession(deadline, self._given_up, self._listen, self._wakeable.wake)
-        self._inbox: deque[FramedMessage] = deque()
-        self._asked_at, self._silent, self._listened_at = -math.inf, 0.0, time.monotonic()
-        self._epoch, self._damaged = 0, 0  # Epoch 0: none, or it failed
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="weights receiver", daemon=True)
-        self._thread.start()
-
     def close(self) -> None:
         """Leave and stop."""
         self._closing.set()
@@ -238,12 +198,21 @@ class WeightReceiver(BufferedReceiver):
         except Exception as error:  # the thread's boundary: the actor's next swap raises it
             failure = error
         try:
-            self._send("leave", reason=str(failure or "")[:MAX_REASON])
+            if self._send("leave", reason=str(failure or "")[:MAX_REASON]) and self._closing.is_set():
+                self._await_farewell()
         finally:
             self._finish(failure)
             self._session.drop()
             self._socket.disable_monitor()
-            self._context.destroy(linger=GOODBYE_MS if self._closing.is_set() else LINGER_MS)
+            self._context.destroy(LINGER_MS)
+
+    def _await_farewell(self) -> None:
+        # A connection that ends at once takes the messages with it that a busy learner has not read.
+        until = time.monotonic() + LEAVE_SECONDS
+        while (left := until - time.monotonic()) > 0 and self._socket.poll(int(1000 * left)):
+            with contextlib.suppress(WireError):
+                if decode(self._socket.recv_multipart()).kind == "closed":
+                    return
 
     def _handle(self, message: FramedMessage) -> None:
         if message.kind == "layout":
@@ -427,3 +396,28 @@ class WeightReceiver(BufferedReceiver):
         self._ask_newest()
         newest = max((x["epoch"] for x in self._inbox if x.kind == "group"), default=self._epoch)
         return f"the learner went on to epoch {newest}" if newest != self._epoch else ""
+
+    # its buffers
+
+    def _spare_buffers(self) -> packing.Buffers:
+        if self._spare is None:
+            assert self._manifest is not None
+            buffers = packing.allocate(self._manifest, self._device)
+            self._spare = _Set(buffers=buffers, views=packing.views_in(self._manifest, buffers))
+        if self._spare.read is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._spare.read)
+        return self._spare.buffers
+
+    def _accept(self, version: int) -> None:
+        # The spare buffers, which hold `version`, become the complete ones, unless it is not newer.
+        with self._changed:
+            if version > self._version:
+                assert self._spare is not None  # It holds the version.
+                self._spare, self._complete = self._complete, self._spare
+                self._version = version
+                self._changed.notify_all()
+
+    def _finish(self, failure: Exception | None) -> None:
+        with self._changed:
+            self._failure, self.ended = failure, failure is None
+            self._changed.notify_all()

@@ -196,7 +196,13 @@ class WeightServer:
             return
         if subscriber is not None:
             subscriber.heard = time.monotonic()
-        if self.closing and message.kind != "leave":
+        if message.kind == "leave":
+            if subscriber is not None:
+                if message["reason"]:
+                    self.failed[subscriber.name] = message["reason"]
+                self._forget(subscriber, "left")
+            self.send(peer, "closed")
+        elif self.closing:
             self.send(peer, "closed")
         elif message.kind == "newest":
             self._on_newest(peer, message)
@@ -205,12 +211,8 @@ class WeightServer:
                 self.send(peer, "gone", version=message["version"])
         elif message.kind == "bytes":
             self._on_bytes(subscriber, message)
-        elif message.kind == "answer":
-            subscriber.answer = message["epoch"], message["version"], message["problem"]
         else:
-            if message["reason"]:
-                self.failed[subscriber.name] = message["reason"]
-            self._forget(subscriber, "left")
+            subscriber.answer = message["epoch"], message["version"], message["problem"]
 
     def _refuse(self, peer: bytes, reason: str, why: str) -> None:
         waits.count(waits.WRONG_ENTRIES)

@@ -18,7 +18,9 @@ import zmq
 from asyncrl.config.sections import ReplaySettings
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.launch.roles import open_run_replay
+from asyncrl.messaging import weight_messages
 from asyncrl.messaging.sockets import LINGER_MS, bind_router, check_endpoint, why_taken
+from asyncrl.messaging.wire import encode
 from asyncrl.observability import metrics_system as m
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.connection import JoinSettings, ask_settings
@@ -127,8 +129,8 @@ def test_replay_and_weights_take_ipv6_where_it_is_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bye", "leave"])
-def test_a_goodbye_reaches_a_busy_peer(endpoint: str, kind: str) -> None:
-    """One that takes nothing for longer than other messages wait at the end."""
+def test_a_peer_that_leaves_waits_until_a_busy_one_has_read_it(endpoint: str, kind: str) -> None:
+    """A connection that ends takes unread messages with it."""
     actor, receiver = ZmqActorPort, WeightReceiver
     leave = actor(endpoint, "a").leave if kind == "bye" else receiver(PULL, endpoint, "a", None).close
     thread = Thread(target=leave, args=(0.0,) if kind == "bye" else ())
@@ -138,8 +140,12 @@ def test_a_goodbye_reaches_a_busy_peer(endpoint: str, kind: str) -> None:
         heard = b""
         while f'"kind":"{kind}"'.encode() not in heard:
             assert router.poll(4000), "it was lost"
-            heard = router.recv_multipart()[1]
-        thread.join()
+            peer, heard = router.recv_multipart()
+        thread.join(0.3)
+        assert thread.is_alive(), "it went before it was answered"
+        router.send_multipart([peer, *(encode("bye") if kind == "bye" else weight_messages.encode("closed"))])
+        thread.join(2.0)
+        assert not thread.is_alive()
 
 
 STOPPED = """

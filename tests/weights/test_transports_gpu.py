@@ -13,7 +13,7 @@ from asyncrl.learner import weight_export
 from asyncrl.learner.weight_export import GatheredWeights
 from asyncrl.weights import packing
 from asyncrl.weights.publisher import BroadcastPublisher
-from asyncrl.weights.receiver import BufferedReceiver
+from asyncrl.weights.receiver import WeightReceiver
 from support.ranks import run_ranks
 from support.weights import PATIENCE, TYPES, Actor, raw, timed_publish, wait_for_all
 from support.weights import masters as gathering_masters
@@ -74,10 +74,10 @@ def test_the_sum_for_gpus_is_the_same_on_both_kinds_of_device() -> None:
     assert int(packing.weighted_sum(words.to("cuda:0"))) == int(packing.weighted_sum(words))
 
 
-def test_a_swap_waits_for_nothing_and_is_not_overtaken_by_the_next_version() -> None:
+def test_a_swap_waits_for_nothing_and_is_not_overtaken_by_the_next_version(folder: Path) -> None:
     device = torch.device("cuda", 0)
     tensors = {"body": torch.zeros(2**24, device=device)}
-    receiver = BufferedReceiver("actor-0", "here", packing.build_manifest(tensors), device, 1.0)
+    receiver = WeightReceiver("cuda_ipc", f"ipc://{folder}", "actor-0", tensors, device)  # Of no learner.
     receiving = torch.cuda.Stream(device)
 
     def arrive(version: int) -> None:
@@ -141,3 +141,4 @@ def test_rows_on_two_gpus_come_together_bit_for_bit(bucket: int) -> None:
     if GPUS < 2:
         pytest.skip(f"needs 2 GPUs, found {GPUS}")
     assert run_ranks(gather_over_nccl, bucket, deadline=100.0) == [cast(), {}]
+    receiver.close()
