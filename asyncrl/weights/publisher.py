@@ -73,7 +73,7 @@ class BroadcastPublisher(Publisher):
         self._epoch, self._epoch_failed = 0, False
         self._members: list[Subscriber] = []  # Of this epoch.
         self._sent_in_epoch = -1
-        self._disturbed, self._newcomers_from = 0.0, 0.0
+        self._first, self._disturbed, self._newcomers_from = -1, 0.0, 0.0
         self._failed_in_a_row = 0
         self._sent_seconds, self._sent_members, self._sent_hosts = 0.0, 0, 0  # Of the last broadcast
         self._waiting_for = "no actor has registered"
@@ -271,7 +271,8 @@ class BroadcastPublisher(Publisher):
             raise WeightSyncError(f"no receipt within {self._deadline:g} s from {_names(late)}.")
         ended = time.monotonic()
         seconds = ended - began
-        if self._sent_in_epoch < 0:
+        self._first = version if self._first < 0 else self._first
+        if self._sent_in_epoch < 0 and version != self._first:  # Not while a run's actors start.
             self._newcomers_from = max(ended, self._newcomers_from) + SERVED * (ended - self._disturbed)
         self._forget_store()  # All members used it, so all have formed it.
         self._sent_in_epoch, self._failed_in_a_row = version, 0

@@ -99,6 +99,7 @@ def test_a_swap_waits_for_nothing_and_is_not_overtaken_by_the_next_version(folde
     assert receiver.swap_into(tensors) == 2
     torch.cuda.synchronize(device)
     assert tensors["body"].unique().tolist() == [2.0]
+    receiver.close()
 
 
 def masters() -> dict[str, torch.Tensor]:
@@ -141,4 +142,3 @@ def test_rows_on_two_gpus_come_together_bit_for_bit(bucket: int) -> None:
     if GPUS < 2:
         pytest.skip(f"needs 2 GPUs, found {GPUS}")
     assert run_ranks(gather_over_nccl, bucket, deadline=100.0) == [cast(), {}]
-    receiver.close()
