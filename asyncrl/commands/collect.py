@@ -176,10 +176,7 @@ def record(
     extra_decisions: int,
     about: dict[str, object],
 ) -> int:
-    """Record one episode from each start, in order, whole decisions with all frames; return how many.
-
-    Whatever ends it early, the episodes that were played are written first.
-    """
+    """Record whole decisions of an episode from each start; what was played before an error is kept."""
     folder.mkdir(parents=True, exist_ok=True)
     places = {start.name: number for number, start in enumerate(starts)}
     plays, parts = [Play(start=start) for start in starts], _Parts(folder, pool.spec, len(starts), about)

@@ -236,8 +236,7 @@ def run_check(
 ) -> Finding | None:
     """Run a check; errors and timeouts, `hurried` as warnings, become findings: the other checks still run.
 
-    The check runs on a thread, because a hanging file system or driver cannot be interrupted; the thread is
-    then abandoned.
+    It runs on a thread, which is abandoned where a file system or driver hangs: nothing can interrupt that.
     """
     found: list[Finding | None] = []
     done = threading.Event()

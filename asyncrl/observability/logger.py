@@ -155,10 +155,7 @@ class Curves:
 
 
 class MetricsLogger(contextlib.AbstractContextManager["MetricsLogger"]):
-    """Writes the numbers of a run. Opened by the learner only.
-
-    A row is in its file when `write` returns, unless the disk needs longer than ROW_SECONDS.
-    """
+    """Writes a learner's numbers. A row is in its file when `write` returns, or late on a slow disk."""
 
     def __init__(
         self,

@@ -61,14 +61,12 @@ _held = _late = 0  # Depth of `held` blocks, and the signal that arrived in one.
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt of the signal; at a second request, or while modules are imported, end at once.
-
-    An interrupted import fails in ways of its own, and has nothing to save.
-    """
+    """Raise KeyboardInterrupt of the signal; at a second one, or while modules are imported, end at once."""
     global _asked, _late
     if (now := time.monotonic()) - _asked < _SAME_REQUEST:
         return
     again, _asked = _asked > 0, now
+    # An interrupted import fails in ways of its own, and has nothing to save.
     if again or (not _held and _imports(frame)):
         end_at_once(number)
     if _held:

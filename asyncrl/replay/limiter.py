@@ -248,8 +248,7 @@ class Limiter(GroupTable):
             0..4, stay closed. 10..13, used at 5 and 6, wait again; those that version 6 sampled, and the open
             14 and 15, are imagined again under their numbers.
 
-        Returns groups to use again; and those to give up, where numbers with `dropped_resume` are granted
-        again.
+        Returns groups to use again, and those to give up: with `dropped_resume` they are granted again.
         """
         drop: dict[int, ReceiptStatus] = dict.fromkeys(self.open, "dropped_resume")
         used = [n for n, closed in self.closed.items() if closed.used and closed.version >= version]

@@ -46,8 +46,7 @@ class ReplayState:
     def apply(self, event: Event) -> None:
         """Change the state by an event of the ledger.
 
-        The episodes of a stored group are counted when it becomes ready, which is no event: recovery counts
-        them at the first event of the stored group.
+        A stored group's episodes count once it is ready, which is no event: in recovery at its first event.
         """
         limiter, counters, size = self.limiter, self.counters, self.group_size
         match event:
