@@ -2,7 +2,7 @@
 
     python benchmarks/staleness.py run OUT                   train and evaluate what is not yet in OUT
     python benchmarks/staleness.py table OUT                 Markdown table; OUT may be a file of JSON lines
-    python benchmarks/staleness.py plot OUT staleness.png    needs the extra 'benchmarks' (matplotlib)
+    python benchmarks/staleness.py plot OUT staleness.png    needs the extra 'plot' (matplotlib)
 
 A run is `asyncrl train --inline --replay.max-lag L`: lock-step, so from update L on every batch is exactly L
 versions old. Runs of one seed share start states, groups and noise; only what is named differs. At lag 0 the
@@ -272,7 +272,7 @@ def ess_text(cell: Results) -> str:
 
 
 def plot(out: Path, image: Path, before: float) -> None:
-    import_module("matplotlib").use("Agg")  # Of the extra `benchmarks`, and of this function alone.
+    import_module("matplotlib").use("Agg")  # Of the extra `plot`, and of this function alone.
     pyplot = import_module("matplotlib.pyplot")
 
     found = gather(out)

@@ -45,6 +45,7 @@ ARGUMENTS: Final[dict[str, Any]] = {
     **{"convert": convert.ConvertConfig, "pace": pace.PaceConfig, "check": doctor.CheckConfig},
     **{"actor": small.JoinOptions, "simulators": small.SIMULATORS, "keys": small.KeysConfig},
     **{"metrics": small.MetricsConfig, "recordings": collect.RECORDINGS, "status": runs.STATUS},
+    "plot": runs.PlotConfig,
 }
 """Command -> what its parser reads."""
 TYPED: Final = ("", "bash")
@@ -204,6 +205,8 @@ def _asyncrl(words: list[str]) -> None:
     if name in ("train", "doctor"):
         _settings(name, [word for word in arguments if word not in ("--dry-run", "--json")])
         return
+    if words[:2] == ["runs", "plot"]:
+        name, arguments = "plot", arguments[1:]
     wanted = ARGUMENTS[name]
     if name == "pace":
         _, arguments = tyro.cli(wanted, args=arguments, return_unknown_args=True)

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
+from PIL import Image
 
 from asyncrl import cli
 from asyncrl.storage import run_owner
@@ -70,3 +72,22 @@ def test_tables_show_long_names_whole(folder: Path, capsys: pytest.CaptureFixtur
     long = "a_name_that_is_much_longer_than_a_terminal_is_wide_with_all_that_stands_behind_it"
     write_run(folder / long)
     assert long in said([], capsys)
+
+
+def test_a_plot_has_a_line_per_run_and_their_mean(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = list[Figure]()
+    monkeypatch.setattr(Figure, "savefig", lambda figure, out: figures.append(figure))
+    said(["plot", "runs/first", "runs/second", "--out", "two.png"], capsys)
+    lines = {line.get_label(): line for line in figures[0].axes[0].lines}
+    assert lines["imagined"].get_xydata().tolist() == [[1, 0.1], [2, 0.2], [3, 0.3], [4, 0.4]]
+    assert lines["true"].get_xydata().tolist() == [[2, 0.5]]
+    assert len(figures[0].axes[0].lines) == 6
+    monkeypatch.undo()
+    monkeypatch.chdir(folder.parent)
+    said(["plot", "runs/first", "--out", "one.png"], capsys)
+    with Image.open("one.png") as picture:
+        assert picture.width > 1000
+    assert cli.run("runs", ["plot", "runs/notes", "--out", "x.png"]) == 2
+    assert "runs/notes/metrics.jsonl has no update" in capsys.readouterr().err

@@ -1,13 +1,13 @@
 """The runs on this host.
 
 `asyncrl runs [FOLDER]`: list the runs of a folder.
+`asyncrl runs plot RUN...`: draw success, lag and waits over the updates.
 `asyncrl status RUN [--watch] [--json]`: say what every process of a run is doing, or how it ended.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -19,17 +19,24 @@ import tyro
 
 from asyncrl.config.bounds import SECONDS, AtLeast, Bounded
 from asyncrl.errors import ConfigError
+from asyncrl.observability import metrics_system as s
+from asyncrl.observability import metrics_training as m
 from asyncrl.observability import process_status
 from asyncrl.observability.process_status import Process
 from asyncrl.replay_tools.episodes import NOTHING, table
-from asyncrl.storage.run_folder import RunSummary, State, is_run, runs_in, summarise
+from asyncrl.storage.media import require_png
+from asyncrl.storage.run_folder import METRICS, RunSummary, State, folder_bytes, is_run, runs_in, summarise
+from asyncrl.storage.untrusted import read_json_lines
 
 LONG_AGO: Final = 300 * 86_400  # Seconds after which a date has its year instead of the time of day
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunsConfig(Bounded):
-    """List the runs of a folder: when each began, what became of it, how far it is, success, disk."""
+    """List the runs of a folder: when each began, what became of it, how far it is, success, disk.
+
+    `asyncrl runs plot RUN...` draws runs.
+    """
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[FOLDER]")] = Path("runs")
     """Folder of runs, or one run."""
@@ -42,6 +49,8 @@ ARGUMENTS: Any = tyro.conf.FlagCreatePairsOff[RunsConfig]
 
 def main(arguments: list[str]) -> int:
     """Print a row per run, the one started last at the end."""
+    if arguments[:1] == ["plot"]:
+        return plot(tyro.cli(PlotConfig, args=arguments[1:], prog="asyncrl runs plot"))
     if arguments[:1] == ["list"]:  # The name that the command had when there were others.
         arguments = arguments[1:]
     config: RunsConfig = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl runs")
@@ -70,17 +79,60 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def folder_bytes(folder: Path) -> int:
-    """Sum the sizes of a folder's files, each once."""
-    sizes: dict[tuple[int, int], int] = {}
-    for above, _, names in os.walk(folder):
-        for name in names:
-            try:
-                found = (Path(above) / name).lstat()
-            except FileNotFoundError:  # A live run deletes files.
-                continue
-            sizes[found.st_dev, found.st_ino] = found.st_size
-    return sum(sizes.values())
+# ---- asyncrl runs plot ------------------------------------------------------------------------------
+
+PANELS: Final = {
+    "success": {"imagined": m.SUCCESS_ONCE, "true": m.EVAL_SUCCESS},
+    "lag of the decisions (versions)": {"mean": s.LAG_MEAN, "largest": s.LAG_MAX},
+    "share of the time spent waiting": {"learner": s.LEARNER_WAITING, "actors": s.ACTORS_WAITING},
+}
+COLOURS: Final = ("#2b6cb0", "#d97706")  # Of the first and the second curve of a panel
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlotConfig(Bounded):
+    """Draw success, lag and waits of runs over their updates: a thin line each, their mean as a thick one."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN...")]
+    """Runs of one kind, for example of several seeds."""
+    out: Path = Path("runs.png")
+    """File to write, ending in .png."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_png(self.out)
+
+
+def plot(config: PlotConfig) -> int:
+    """Draw one panel per entry of `PANELS`."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "asyncrl runs plot needs the package matplotlib. Install it with pip install 'asyncrl[plot]'."
+        ) from None
+    runs = [list(read_json_lines(run.expanduser() / METRICS)) for run in config.runs]
+    for run, rows in zip(config.runs, runs, strict=True):
+        if not rows:
+            raise ConfigError(f"{run / METRICS} has no update. Name folders of runs that have begun.")
+    figure = Figure(figsize=(12, 3.6), layout="constrained", dpi=120)
+    for axes, (title, curves) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
+        for colour, (name, metric) in zip(COLOURS, curves.items(), strict=True):
+            by_step: dict[int, list[float]] = {}
+            for rows in runs:
+                line = {row["step"]: row[metric.name] for row in rows if row.get(metric.name) is not None}
+                axes.plot(line.keys(), line.values(), color=colour, alpha=0.35, linewidth=1)
+                for step, value in line.items():
+                    by_step.setdefault(step, []).append(value)
+            means = {step: sum(by_step[step]) / len(by_step[step]) for step in sorted(by_step)}
+            axes.plot(means.keys(), means.values(), color=colour, linewidth=2.5, marker=".", label=name)
+        axes.set(title=title, xlabel="update", ylim=(0, None if "lag" in title else 1))
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(config.out)
+    print(f"{config.out}: {len(runs)} runs")
+    return 0
 
 
 # ---- asyncrl status ---------------------------------------------------------------------------------

@@ -76,6 +76,9 @@ class TrainConfig(Bounded):
     evaluate_every: Annotated[int, AtLeast(0, "it counts updates.", "Use 5, or 0 for never.")] = 0
     """Updates between two true measurements. The success in a simulator, besides the first and the last
     policy's. 0: never. The best version stays in checkpoints/best."""
+    pictures: bool = True
+    """Draw imagined successes and failures after updates 1, 2, 5, 10, 20, 50 ... and the last, into
+    RUN/videos and TensorBoard."""
     log_with: tuple[str, ...] = ()
     """Trackers besides TensorBoard: wandb, trackio, mlflow, aim, comet_ml, clearml, dvclive, swanlab
     (docs/tracking.md)."""

@@ -31,7 +31,7 @@ from asyncrl.launch.simulated import SimulatorFiles
 from asyncrl.learner.forward import Reference
 from asyncrl.learner.fsdp import shard
 from asyncrl.learner.learner import Learner, LoopSettings, WriteMetrics
-from asyncrl.learner.ranks import LearnerRanks, joined_ranks
+from asyncrl.learner.ranks import Groups, LearnerRanks, joined_ranks
 from asyncrl.learner.recipe import build_recipe
 from asyncrl.learner.update import Update
 from asyncrl.learner.update_metrics import Throughput
@@ -204,6 +204,7 @@ def build_learner(
     ranks: LearnerRanks,
     *,
     stop_requested: Callable[[], bool],
+    show: Callable[[int, Groups], None] = lambda version, groups: None,
     copies: int = 1,
 ) -> Learner:
     """Shard the policy over the ranks and build or resume this rank's learner; a collective."""
@@ -237,6 +238,7 @@ def build_learner(
         ),
         offload=learner_offload(config, update),
         stop_requested=stop_requested,
+        show=show,
     )
     if start.checkpoint is not None:
         learner.restore(start.checkpoint)

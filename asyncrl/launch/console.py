@@ -10,6 +10,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from asyncrl import __version__, registry
 from asyncrl.config.algorithm import AlgorithmSettings, idle_settings
 from asyncrl.config.run import TrainConfig
@@ -20,15 +22,18 @@ from asyncrl.observability import metrics_training as m
 from asyncrl.observability import trackers
 from asyncrl.observability.logger import MetricsLogger, flat, start_command
 from asyncrl.observability.metrics import Readings
+from asyncrl.observability.terminal import duration
 from asyncrl.records import returns_differ
 from asyncrl.storage import assets, checkpoint
 from asyncrl.storage.assets import simulator_named
-from asyncrl.storage.run_folder import BEST, record_start
-from asyncrl.storage.untrusted import read_json_lines
+from asyncrl.storage.atomic import replacing
+from asyncrl.storage.run_folder import BEST, VIDEOS, folder_bytes, record_start
+from asyncrl.storage.untrusted import make_folder, read_json_lines
 
 if TYPE_CHECKING:
     from asyncrl.launch.build import LearnerStart, LoadedModels
     from asyncrl.learner.learner import Learner
+    from asyncrl.learner.ranks import Groups
 
 ENDS: Final = 5  # Updates at each end of the run whose success is averaged; fewer where they would overlap
 WIDTH: Final = 80  # Columns at which lines of several parts are broken
@@ -178,8 +183,10 @@ def _after_failure(config: TrainConfig, run_dir: Path, version: int) -> str:
     )
 
 
-def final_summary(config: TrainConfig, run_dir: Path, reason: str = "", tasks: Sequence[str] = ()) -> str:
-    """Return the result, the reason of an early end, the newest checkpoint and the next commands."""
+def final_summary(
+    config: TrainConfig, run_dir: Path, reason: str = "", tasks: Sequence[str] = (), seconds: float = 0.0
+) -> str:
+    """Return result, reason of an early end, time and disk that it took, checkpoint and next commands."""
     rows = update_rows(run_dir / "metrics.jsonl")
     rates = successes(rows)
     empty = [why for row in rows if (why := nothing_learned(config.algorithm, row))]
@@ -194,8 +201,12 @@ def final_summary(config: TrainConfig, run_dir: Path, reason: str = "", tasks: S
     if 2 * len(empty) >= max(1, len(rows)):
         lines.append(f"nothing to learn from:  in {len(empty)} of {len(rows)} updates {empty[-1]}")
     lines += _measured(run_dir)
+    megabytes = folder_bytes(run_dir) / 1e6
+    lines.append(f"took:                   {duration(seconds)}, {megabytes:.0f} MB in {short_path(run_dir)}")
     if newest is not None:
         lines.append(f"newest checkpoint:      {short_path(newest)}")
+    if shown := sorted((run_dir / VIDEOS).glob("imagined_*.png")):
+        lines.append(f"imagined episodes:      {short_path(shown[-1])}")
     lines.append(f"true success rate:      {_how_to_evaluate(config, run, tasks)}")
     lines.append("                        and with --temperature 0: its most likely actions")
     if early:
@@ -349,6 +360,27 @@ def check_sinks(config: TrainConfig) -> None:
         from asyncrl.observability import monitor
 
         monitor.check_free(config.monitor.listen)
+
+
+def pictures(config: TrainConfig, run_dir: Path, log: MetricsLogger) -> Callable[[int, Groups], None]:
+    """Return the learner's `show`: it draws the episodes of updates 1, 2, 5, 10, 20, 50 ... and the last."""
+
+    def draw(version: int, groups: Groups) -> None:
+        from asyncrl.replay_tools.pictures import sheet_of
+
+        chosen = version == config.updates or str(version).rstrip("0") in ("1", "2", "5")
+        if not (config.pictures and chosen):
+            return
+        sheet = sheet_of([episode for group in groups for episode in group])
+        try:
+            make_folder(run_dir / VIDEOS)
+            with replacing(run_dir / VIDEOS / f"imagined_{version:06d}.png") as part:
+                sheet.save(part, "PNG")
+        except OSError as error:
+            log.banner(f"the picture of update {version} is not written: {error}")
+        log.add_picture(version, "imagined/episodes", np.asarray(sheet))
+
+    return draw
 
 
 @contextmanager

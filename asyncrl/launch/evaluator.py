@@ -41,6 +41,7 @@ from asyncrl.storage import run_owner
 from asyncrl.storage.assets import simulator_named
 from asyncrl.storage.checkpoint import clean_up, forget_best_after
 from asyncrl.storage.media import movie_suffix
+from asyncrl.storage.run_folder import VIDEOS
 from asyncrl.storage.untrusted import make_folder, read_json_lines
 
 ROLE: Final = "evaluator"
@@ -48,7 +49,6 @@ ROWS: Final = 8  # of a pass of the policy
 LOOK_EVERY: Final = 0.5  # Seconds between two looks, for a checkpoint and for a result
 RESPAWNS: Final = 2  # in a row
 NICENESS: Final = 19  # Niceness of the evaluator and its simulators on a CPU: training goes first
-VIDEOS: Final = "videos"
 MOVIES: Final = 6  # Episodes per version drawn into RUN/videos: true and imagined frames of the same actions
 _NAME_ONE: Final = (
     "Name one: --evaluation.simulator NAME, or package.module:make; or leave --evaluate-every out."

@@ -160,7 +160,7 @@ def lead(asked: TrainConfig, job: Job, hosts: Hosts, stop: StopFlag) -> int:
         ending.close()
         if line := console.balance(config, placement, run_dir, start.version):
             log.banner(line)
-        log.banner(console.final_summary(config, run_dir, learner.early_end, start.tasks))
+        log.banner(console.final_summary(config, run_dir, learner.early_end, start.tasks, log.seconds))
     return 0
 
 
@@ -222,6 +222,7 @@ def _train(
             log.write,
             ranks,
             stop_requested=children.poll,
+            show=console.pictures(config, start.run_dir, log),
             copies=copies_of(config, placement, run.hosts),
         )
         with console.failure_noted(config, start.run_dir, learner):
@@ -270,9 +271,15 @@ def run_inline(asked: TrainConfig) -> int:
             console.introduce(log, asked, models, start, "1 process (inline)")
             try:
                 with build.learner_group(config, Job(), 1, device) as ranks:
-                    stopping, write = (lambda: stop.requested), log.write
                     learner = build.build_learner(
-                        config, start, port, publisher, write, ranks, stop_requested=stopping
+                        config,
+                        start,
+                        port,
+                        publisher,
+                        log.write,
+                        ranks,
+                        stop_requested=lambda: stop.requested,
+                        show=console.pictures(config, start.run_dir, log),
                     )
                     with console.failure_noted(config, start.run_dir, learner):
                         learner.run()
@@ -280,5 +287,7 @@ def run_inline(asked: TrainConfig) -> int:
                 backend.close()
                 port.close()
                 start.lock.release()
-            log.banner(console.final_summary(config, start.run_dir, learner.early_end, start.tasks))
+            log.banner(
+                console.final_summary(config, start.run_dir, learner.early_end, start.tasks, log.seconds)
+            )
     return 0

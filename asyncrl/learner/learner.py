@@ -101,12 +101,15 @@ class Learner:
         acting_tensors: Callable[[], WeightSource],
         offload: OffloadedTensors = NO_OFFLOAD,
         stop_requested: Callable[[], bool] = lambda: False,
+        show: Callable[[int, Groups], None] = lambda version, groups: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Prepare the run; `show` gets this rank's groups of every update, and the version after it."""
         self.update, self.replay, self.publisher = update, replay, publisher
         self.write_metrics, self.checkpoints, self.settings = write_metrics, checkpoints, settings
         self.throughput, self.copy_policy, self.acting_tensors = throughput, copy_policy, acting_tensors
         self.offload, self.stop_requested, self.clock = offload, stop_requested, clock
+        self.show = show
         self.ranks, self.algorithm = update.ranks, update.recipe.algorithm
         self.early_end = ""  # Why the run ended early without an error; else empty
         self.version = self.groups_used = 0
@@ -169,6 +172,7 @@ class Learner:
             except Exception as error:  # The other ranks go on.
                 self._failure = self._failure or error
             doing = "updating"
+            self.show(self.version, groups)
             intervals = (self.settings.checkpoint_every, self.settings.evaluate_every)
             if any(every > 0 and self.version % every == 0 for every in intervals):
                 self._save()

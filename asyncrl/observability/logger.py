@@ -17,6 +17,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TextIO
 
+import numpy as np
+from numpy.typing import NDArray
+
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import process_status, waits
 from asyncrl.observability.background_file import CONSOLE, BackgroundFile
@@ -145,6 +148,10 @@ class Curves:
         points = [proto.Summary.Value(tag=name, simple_value=value) for name, value in shown.items()]
         self._events.add_summary(proto.Summary(value=points), step, now)
 
+    def add_picture(self, step: int, name: str, pixels: NDArray[np.uint8]) -> None:
+        """Add a picture ``[H, W, 3]``."""
+        self._writer.add_image(name, pixels, step, dataformats="HWC")
+
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Finish the file, within `seconds`. Safe to call twice."""
         self._writer.close()
@@ -173,6 +180,7 @@ class MetricsLogger(contextlib.AbstractContextManager["MetricsLogger"]):
         self._stream = sys.stdout if stream is None else stream
         self._clock = clock
         self._pace: deque[tuple[int, float]] = deque([(resume_step, clock())], maxlen=_WINDOW + 1)
+        self._began = self._pace[0][1]
         self._rows_shown = 0
         self._all_columns = (*COLUMNS, TRUTH) if evaluates else COLUMNS
         self._columns: tuple[Column, ...] = ()
@@ -208,6 +216,15 @@ class MetricsLogger(contextlib.AbstractContextManager["MetricsLogger"]):
         self._record(step, values, self._clock())
         if step >= self._evaluated.get(m.EVAL_VERSION, 0):
             self._evaluated = {**values, m.EVAL_VERSION: float(step)}
+
+    def add_picture(self, step: int, name: str, pixels: NDArray[np.uint8]) -> None:
+        """Show a picture ``[H, W, 3]`` in TensorBoard."""
+        self._curves.add_picture(step, name, pixels)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the log was opened."""
+        return self._clock() - self._began
 
     def banner(self, text: str) -> None:
         """Print a line, such as the parts of the run or the return of an actor; the log has it too."""

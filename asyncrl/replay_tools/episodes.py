@@ -124,15 +124,15 @@ class StoredEpisode:
         return int(self.episode.policy_versions.max())
 
     @property
-    def versions(self) -> str:
-        """Return the policy versions of the decisions, as text: ``3`` or ``3..4``."""
-        oldest, newest = self.episode.oldest_version, self.newest_version
-        return str(oldest) if oldest == newest else f"{oldest}..{newest}"
-
-    @property
     def lag(self) -> int | None:
         """Return the lag of the oldest decision when the group was used, in updates; None: it was not."""
         return None if self.used_at is None else self.used_at - self.episode.oldest_version
+
+
+def versions_of(episode: Episode) -> str:
+    """Return the policy versions of the decisions, as text: ``3`` or ``3..4``."""
+    oldest, newest = episode.oldest_version, int(episode.policy_versions.max())
+    return str(oldest) if oldest == newest else f"{oldest}..{newest}"
 
 
 def replay_folder(path: Path) -> Path:

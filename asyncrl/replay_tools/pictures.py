@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypeVar
 
 import numpy as np
 import tyro
@@ -25,6 +25,7 @@ from asyncrl.rewards.interface import deciding_step
 from asyncrl.storage import media
 
 TILE_WIDTH = 128
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +64,19 @@ class Sheet(stored.EpisodeSelection):
 
 def spread(rows: Sequence[StoredEpisode], count: int) -> list[StoredEpisode]:
     """Take `count` rows at even distances in the order of policy versions, oldest and newest among them."""
-    ordered = sorted(rows, key=lambda row: (row.episode.oldest_version, row.number, row.episode.member))
-    if len(ordered) <= count:
-        return ordered
-    if count < 2:
-        return ordered[:count]
-    return [ordered[round(i * (len(ordered) - 1) / (count - 1))] for i in range(count)]
+    return evenly(
+        sorted(rows, key=lambda row: (row.episode.oldest_version, row.number, row.episode.member)), count
+    )
 
 
-def tile(row: StoredEpisode, episode: Episode) -> Image.Image:
+def evenly(items: Sequence[T], count: int) -> list[T]:
+    """Take `count` items at even distances, the first and the last among them."""
+    if len(items) <= count or count < 2:
+        return list(items[:count])
+    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
+
+
+def tile(episode: Episode) -> Image.Image:
     """Draw one episode: four pictures in a row, each with its step and score, and two lines below them."""
     chunk, last = episode.rewards.shape[1], len(episode.frames) - 1
     shown = [
@@ -86,7 +91,7 @@ def tile(row: StoredEpisode, episode: Episode) -> Image.Image:
     outcome = (
         f"success in step {episode.steps}" if episode.success else f"no success in {episode.steps} steps"
     )
-    about = f"{outcome}   version {row.versions}   {episode.episode_id[:8]}"
+    about = f"{outcome}   version {stored.versions_of(episode)}   {episode.episode_id[:8]}"
     return media.captioned(
         media.in_row(pictures, 2), [episode.task, about], edge=media.GREEN if episode.success else media.RED
     )
@@ -102,12 +107,22 @@ def last_picture(episode: Episode) -> tuple[str, NDArray[np.uint8]]:
     return f"{word} {scores[end - 1]:.2f}", episode.final_frame
 
 
+def sheet_of(episodes: Sequence[Episode], each: int = 6) -> Image.Image:
+    """Draw up to `each` successes at the left and failures at the right."""
+    columns, heads = [], []
+    for name, success in (("successes", True), ("failures", False)):
+        half = [episode for episode in episodes if episode.success == success]
+        columns.append([tile(episode) for episode in evenly(half, each)])
+        heads.append(f"{len(columns[-1])} of {len(half)} {name}")
+    return media.in_columns(columns, heads)
+
+
 def _tiles(rows: Sequence[StoredEpisode], what: str) -> list[Image.Image]:
     """Draw the rows that can still be read; a live run may have deleted some."""
     tiles = []
     for row in watched(rows, f"drawing {what}"):
         try:
-            tiles.append(tile(row, stored.reread(row)))
+            tiles.append(tile(stored.reread(row)))
         except ReplayError as error:
             stored.warn(f"warning: left out: {error}")
     return tiles

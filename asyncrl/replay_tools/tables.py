@@ -15,7 +15,7 @@ from asyncrl.episode_layout import EPISODE_SCALARS, optional_of, scalar_types, v
 from asyncrl.errors import ConfigError
 from asyncrl.records import UNKNOWN_LENGTH
 from asyncrl.replay_tools import episodes as stored
-from asyncrl.replay_tools.episodes import EpisodeSelection, StoredEpisode, bar, table
+from asyncrl.replay_tools.episodes import EpisodeSelection, StoredEpisode, bar, table, versions_of
 
 _COLUMNS: dict[str, Callable[[StoredEpisode], Any]] = {
     "episode": lambda row: row.episode.episode_id[:12],
@@ -24,7 +24,7 @@ _COLUMNS: dict[str, Callable[[StoredEpisode], Any]] = {
     "task": lambda row: row.episode.task,
     "success": lambda row: "yes" if row.episode.success else "no",
     "steps": lambda row: row.episode.steps,
-    "versions": lambda row: row.versions,
+    "versions": lambda row: versions_of(row.episode),
     "lag": lambda row: stored.NOTHING if row.lag is None else row.lag,
     "world": lambda row: row.episode.world_version,
     "group was": lambda row: row.outcome,

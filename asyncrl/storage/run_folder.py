@@ -276,6 +276,7 @@ def _number(value: object) -> float | None:
 
 # --- checkpoints that an evaluator holds ---
 
+VIDEOS: Final = "videos"
 BEST: Final = "best"  # The version that succeeded most often, of two equal ones the later
 HELD: Final = "evaluating"
 BEFORE: Final = "best.replaced.tmp"  # The former `BEST` while `atomic.publish` replaces it
@@ -350,3 +351,16 @@ def git_state(checkout: Path) -> tuple[str, bool]:
         return "", False  # No git, or it does not trust the folder.
     commit, _, dirty = done.stdout.strip().partition("-")
     return commit, bool(dirty)
+
+
+def folder_bytes(folder: Path) -> int:
+    """Sum the sizes of a folder's files, each once."""
+    sizes: dict[tuple[int, int], int] = {}
+    for above, _, names in os.walk(folder):
+        for name in names:
+            try:
+                found = (Path(above) / name).lstat()
+            except FileNotFoundError:  # A live run deletes files.
+                continue
+            sizes[found.st_dev, found.st_ino] = found.st_size
+    return sum(sizes.values())

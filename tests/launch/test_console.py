@@ -2,18 +2,24 @@
 
 import json
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import EvaluationSettings, LoraSettings, ReplaySettings
+from asyncrl.launch import console
 from asyncrl.launch.console import WIDTH, balance, banner, final_summary, nothing_learned, resumed
 from asyncrl.launch.placement import parse_placement
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
+from asyncrl.observability.logger import MetricsLogger
+from support.episodes import make_episode
+from support.event_files import pictures_in
 
 
 @pytest.mark.parametrize(
@@ -44,6 +50,21 @@ def test_the_simulator_that_has_the_tasks_is_advised_and_no_other(
     (line,) = (line for line in lines if line.startswith("true success rate:"))
     assert said.replace("RUN", str(run)) in line
     assert said.count(" --simulator") == line.count(" --simulator")
+
+
+@pytest.mark.parametrize(("pictures", "drawn"), [(True, [1, 2, 5, 7]), (False, [])])
+def test_some_batches_are_drawn_and_shown(tmp_path: Path, pictures: bool, drawn: list[int]) -> None:
+    config = TrainConfig(updates=7, pictures=pictures)
+    with MetricsLogger(tmp_path, updates=7, stream=StringIO()) as log:
+        show = console.pictures(config, tmp_path, log)
+        for version in range(1, 8):
+            show(version, [[make_episode(version, member, success=member > 0) for member in range(9)]])
+    files = sorted((tmp_path / "videos").glob("*"))
+    assert [file.name for file in files] == [f"imagined_{version:06d}.png" for version in drawn]
+    for file in files:
+        with Image.open(file) as picture:
+            assert picture.width > 8 * 128
+    assert [step for step, _ in pictures_in(tmp_path / "tensorboard")] == drawn
 
 
 @pytest.mark.parametrize(

@@ -36,3 +36,8 @@ def curves_in(folder: Path) -> dict[str, list[tuple[int, float]]]:
     for step, value in _values_in(folder, "simple_value"):
         points.setdefault(value.tag, []).append((step, value.simple_value))
     return points
+
+
+def pictures_in(folder: Path) -> list[tuple[int, Any]]:
+    """(step, image) of every picture of a run."""
+    return [(step, value.image) for step, value in _values_in(folder, "image")]
