@@ -27,7 +27,7 @@ CEILINGS = {
     "rewards": (494, 3),
     "simulators": (4003, 21),
     "storage": (2350, 10),
-    "weights": (2165, 10),
+    "weights": (2166, 10),
     "worlds": (5428, 24),
 }
 """Package (empty: the top level) -> most lines and modules."""

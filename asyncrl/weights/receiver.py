@@ -198,17 +198,18 @@ class WeightReceiver(Receiver):
         except Exception as error:  # the thread's boundary: the actor's next swap raises it
             failure = error
         try:
-            if self._send("leave", reason=str(failure or "")[:MAX_REASON]) and self._closing.is_set():
-                self._await_farewell()
+            self._leave(str(failure or "")[:MAX_REASON])
         finally:
             self._finish(failure)
             self._session.drop()
             self._socket.disable_monitor()
             self._context.destroy(LINGER_MS)
 
-    def _await_farewell(self) -> None:
+    def _leave(self, reason: str) -> None:
         # A connection that ends at once takes the messages with it that a busy learner has not read.
-        until = time.monotonic() + LEAVE_SECONDS
+        until = time.monotonic() + (LEAVE_SECONDS if self._closing.is_set() else 0.0)
+        while not self._send("leave", reason=reason) and (left := until - time.monotonic()) > 0:
+            self._socket.poll(int(1000 * left), zmq.POLLOUT)
         while (left := until - time.monotonic()) > 0 and self._socket.poll(int(1000 * left)):
             with contextlib.suppress(WireError):
                 if decode(self._socket.recv_multipart()).kind == "closed":
