@@ -9,6 +9,7 @@ set -uo pipefail
 STAGES="data policy base rollouts world reward audit train evaluate"
 WORK=${WORK:-libero_spatial}
 SCALE=${SCALE:-1}                        # factor on episodes and optimizer steps
+EPISODES=${EPISODES:-1}                  # factor on episodes alone, for fewer cores or less time
 SIZE=${SIZE:-128}                        # pixels
 BESIDE=${BESIDE:-0.1}                    # metres from the plate's centre (in -y) to where half of the demonstrations set the bowl down
 WORKERS=${WORKERS:-$(nproc)}             # simulator processes in all
@@ -27,6 +28,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} MUJOCO_GL=${MUJOCO_GL:-egl}
 simulator="--simulator libero_spatial --simulator-settings scene=light wrist=false"
 decisions=22                             # 176 steps: what is recorded and imagined; evaluation plays the official 220
 n() { "$PYTHON" -c "import sys; print(max(int(sys.argv[2]), int($SCALE * int(sys.argv[1]))))" "$1" "${2:-1}"; }
+e() { "$PYTHON" -c "import sys; print(max(int(sys.argv[2]), int($SCALE * $EPISODES * int(sys.argv[1]))))" "$1" "${2:-1}"; }
 part() { echo $(((WORKERS * $1 + 99) / 100)); }     # a percentage of the simulator processes
 on() { # on N COMMAND: where there are several GPUs, on the Nth alone
     if ((${#gpus[@]} < 2)); then "${@:2}"; else CUDA_VISIBLE_DEVICES=${gpus[$1 % ${#gpus[@]}]} "${@:2}"; fi
@@ -34,7 +36,7 @@ on() { # on N COMMAND: where there are several GPUs, on the Nth alone
 a() { "$PYTHON" -m asyncrl "$@"; }
 collect() { a collect $simulator --image-size "$SIZE" --horizon $((8 * decisions)) "$@"; }
 evaluate() { # evaluate POLICY TRIALS TEMPERATURE WORKERS FILE
-    a evaluate "$1" $simulator --image-size "$SIZE" --trials "$(n "$2")" --temperature "$3" --workers "$4" --json "$5"
+    a evaluate "$1" $simulator --image-size "$SIZE" --trials "$(e "$2")" --temperature "$3" --workers "$4" --json "$5"
 }
 
 run() { # run NAME COMMAND...: unless it was done; what it prints goes to $WORK/NAME.log
@@ -142,15 +144,15 @@ everything() { demos; echo "$WORK/places" "$WORK/clumsy" "$WORK/rollouts" "$WORK
 demonstrate() { # demonstrate NAME-TASK SEED METRES: 40 episodes whose bowls land so far beside the plate's centre
     local task=${1##*-} y
     y=$("$PYTHON" -c "print(-0.011 - $3)")    # without an offset they land at (-0.7, 1.1) cm, one start of each task
-    on "$task" run "$1" collect --tasks "$task" --episodes "$(n 40 1)" --seed "$2" --out "$WORK/$1" --workers "$(part 3)" \
+    on "$task" run "$1" collect --tasks "$task" --episodes "$(e 40 1)" --seed "$2" --out "$WORK/$1" --workers "$(part 3)" \
         --expert.noise 0 0.03 --expert.place-offset 0.007 "$y" --expert.place-spread 0.009
 }
 data() { # Demonstrations with little noise: half of them set the bowl down on the plate, half clearly beside it. Beside
     # them, for the world alone: set-downs all around, missed and repeated grasps.
     local jobs=() task others
-    run places collect --episodes "$(n 300 4)" --seed 20000 --out "$WORK/places" --workers "$(part 25)" \
+    run places collect --episodes "$(e 300 4)" --seed 20000 --out "$WORK/places" --workers "$(part 25)" \
         --expert.noise 0 0.12 --expert.spread 0.01 --expert.place-spread 0.04 & others=$!
-    run clumsy collect --episodes "$(n 120 4)" --seed 30000 --out "$WORK/clumsy" --workers "$(part 15)" \
+    run clumsy collect --episodes "$(e 120 4)" --seed 30000 --out "$WORK/clumsy" --workers "$(part 15)" \
         --expert.noise 0.1 0.4 --expert.spread 0.02 --expert.retry --expert.place-spread 0.02 & others+=" $!"
     for task in 0 1 2 3 4 5 6 7 8 9; do
         demonstrate "demos-$task" 0 0 & jobs+=($!)
@@ -179,8 +181,8 @@ base() {
 }
 rollouts() { # The policy's own episodes, also hotter than it will ever act.
     needs policy policy
-    on 1 run hot collect --policy "$WORK/policy" --temperature 1.3 --episodes "$(n 250 4)" --seed 60000 --out "$WORK/hot" --workers "$(part 30)" & local hot=$!
-    on 0 run rollouts collect --policy "$WORK/policy" --episodes "$(n 600 4)" --seed 40000 --out "$WORK/rollouts" --workers "$(part 70)" & together $hot $!
+    on 1 run hot collect --policy "$WORK/policy" --temperature 1.3 --episodes "$(e 250 4)" --seed 60000 --out "$WORK/hot" --workers "$(part 30)" & local hot=$!
+    on 0 run rollouts collect --policy "$WORK/policy" --episodes "$(e 600 4)" --seed 40000 --out "$WORK/rollouts" --workers "$(part 70)" & together $hot $!
 }
 world() { # The same autoencoder serves the reward model, which is fitted beside.
     needs rollouts rollouts hot
@@ -200,7 +202,7 @@ audit() {
     needs world world reward
     local name=audit1 jobs=()
     for name in audit1 audit0; do
-        on "${name: -1}" run "$name" a audit "$WORK/policy" $simulator --world "$WORK/world" --start-states "$WORK/starts.h5" --trials "$(n 10)" \
+        on "${name: -1}" run "$name" a audit "$WORK/policy" $simulator --world "$WORK/world" --start-states "$WORK/starts.h5" --trials "$(e 10)" \
             --rows "$(n 50 4)" --max-decisions $decisions --success-frames last --temperature "${name#audit}" --workers "$(part 50)" --json "$WORK/$name.json" &
         jobs+=($!)
     done
@@ -226,7 +228,7 @@ for word in "$@"; do
     esac
 done
 mkdir -p "$WORK"
-settings="SCALE=$SCALE SIZE=$SIZE BESIDE=$BESIDE"
+settings="SCALE=$SCALE EPISODES=$EPISODES SIZE=$SIZE BESIDE=$BESIDE"
 [ -e "$WORK/settings" ] || echo "$settings" >"$WORK/settings"
 [ "$(cat "$WORK/settings")" = "$settings" ] || { echo "$WORK was made with other settings: $(cat "$WORK/settings"). Use those, or another WORK." >&2; exit 2; }
 for stage in ${chosen[@]:-$STAGES}; do
