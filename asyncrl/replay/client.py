@@ -14,7 +14,6 @@ from typing import Any, Final
 
 from asyncrl.errors import ReplayError, SampleTimeout
 from asyncrl.messaging.keys import ClientKeys
-from asyncrl.messaging.sockets import LEAVE_SECONDS
 from asyncrl.messaging.wire import Message
 from asyncrl.observability import metrics_system, process_status, waits  # noqa: F401  They define the replay's metrics.
 from asyncrl.observability.metrics import REGISTRY, Metric
@@ -50,7 +49,6 @@ class ZmqActorPort:
         self._asked_until, self._asked = 0, NOT_SENT
         self._grants: dict[int, GroupGrant | None] = {}  # Request -> answer; None: its group was given up.
         self._quarantined: set[str] = set()
-        self._left = False  # The replay has read its goodbye.
 
     @property
     def stopped(self) -> bool:
@@ -131,11 +129,9 @@ class ZmqActorPort:
                 self._exchange(min(left, 0.1))
             while not self._link.send_now("bye") and time.monotonic() < end:
                 self._exchange(0.05)  # Its queue is full of episodes.
-            # A connection that ends at once takes the messages with it that a busy replay has not read.
-            end = time.monotonic() + LEAVE_SECONDS
-            while not (self.stopped or self._left) and time.monotonic() < end:
-                self._exchange(0.1)
-            return self.stopped or not pending()
+            handed_over = self.stopped or not pending()
+            self._link.await_farewell()
+            return handed_over
         finally:
             self._link.close()
 
@@ -148,8 +144,6 @@ class ZmqActorPort:
             elif message.kind == "grant" and message["turn"] >= self._next_grant:
                 about = {x.name: message[x.name] for x in fields(GroupGrant)}
                 self._grants[message["turn"]] = GroupGrant(**about)
-            elif message.kind == "bye":
-                self._left = True
             elif message.kind == "given_up" and message["turn"] >= self._next_grant:
                 self._grants.setdefault(message["turn"], None)
         self._outbox.send_due()

@@ -20,7 +20,7 @@ from asyncrl import __version__
 from asyncrl.errors import AttemptEnded, ReplayError
 from asyncrl.messaging.framing import Buffer
 from asyncrl.messaging.keys import ClientKeys
-from asyncrl.messaging.sockets import IDENTITY, LINGER_MS, Handshakes, open_dealer
+from asyncrl.messaging.sockets import IDENTITY, LEAVE_SECONDS, LINGER_MS, Handshakes, open_dealer
 from asyncrl.messaging.wire import Message, decode, encode
 from asyncrl.records import Episode
 from asyncrl.replay.groups import number_of
@@ -142,6 +142,15 @@ class Connection:
                         self._introduce()
                 finally:
                     self._lock.release()
+
+    def await_farewell(self) -> None:
+        """Wait until the replay has read `bye`: a connection that ends takes unread messages with it."""
+        self._closing.set()  # No ping follows.
+        until = time.monotonic() + LEAVE_SECONDS
+        while self.server_id and not self.stopped and (left := until - time.monotonic()) > 0:
+            came = self._socket.poll(int(1000 * left))
+            if came and decode(self._socket.recv_multipart()).kind in ("bye", "stopped"):
+                return
 
     def close(self) -> None:
         """Disconnect; sent messages are still delivered for LINGER_MS."""

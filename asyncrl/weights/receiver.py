@@ -115,7 +115,7 @@ class WeightReceiver(Receiver):
         self._inbox: deque[FramedMessage] = deque()
         self._asked_at, self._silent, self._listened_at = -math.inf, 0.0, time.monotonic()
         self._epoch, self._damaged = 0, 0  # Epoch 0: none, or it failed
-        self._closing = threading.Event()
+        self._heard, self._closing = False, threading.Event()  # Whether the learner ever answered
         self._thread = threading.Thread(target=self._run, name="weights receiver", daemon=True)
         self._thread.start()
 
@@ -207,7 +207,7 @@ class WeightReceiver(Receiver):
 
     def _leave(self, reason: str) -> None:
         # A connection that ends at once takes the messages with it that a busy learner has not read.
-        until = time.monotonic() + (LEAVE_SECONDS if self._closing.is_set() else 0.0)
+        until = time.monotonic() + (LEAVE_SECONDS if self._closing.is_set() and self._heard else 0.0)
         while not self._send("leave", reason=reason) and (left := until - time.monotonic()) > 0:
             self._socket.poll(int(1000 * left), zmq.POLLOUT)
         while (left := until - time.monotonic()) > 0 and self._socket.poll(int(1000 * left)):
@@ -283,6 +283,7 @@ class WeightReceiver(Receiver):
             except WireError as error:
                 self._record_damage(str(error))
                 continue
+            self._heard = True
             if message.kind == "closed":
                 raise _Closing
             if message.kind == "ended":

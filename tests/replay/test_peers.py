@@ -32,7 +32,7 @@ from asyncrl.weights.weight_server import ServerSettings
 from support import child_environment
 from support.episodes import make_episode
 from support.replay import Clock, make_limiter, make_replay
-from support.replay_server import CONFIG, acquire, push_group, until
+from support.replay_server import CONFIG, acquire, answer, push_group, until
 from support.weights import channel_folder, policy, source
 
 SETTINGS = JoinSettings(config='{"long": "' + 10_000 * "x" + '"}', weights="tcp://10.0.0.5:5556")
@@ -131,19 +131,28 @@ def test_replay_and_weights_take_ipv6_where_it_is_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["bye", "leave"])
 def test_a_peer_that_leaves_waits_until_a_busy_one_has_read_it(endpoint: str, kind: str) -> None:
     """A connection that ends takes unread messages with it."""
-    actor, receiver = ZmqActorPort, WeightReceiver
-    leave = actor(endpoint, "a").leave if kind == "bye" else receiver(PULL, endpoint, "a", None).close
-    thread = Thread(target=leave, args=(0.0,) if kind == "bye" else ())
-    thread.start()
-    time.sleep(LINGER_MS / 1000 + 0.3)
     with zmq.Context() as context, bind_router(context, endpoint) as router:
+        if kind == "bye":
+            port = ZmqActorPort(endpoint, "a")
+            answer(router, port, "hello", reply="welcome", boot="b", known=True)
+            port.serve()
+            leave, farewell = lambda: port.leave(0.0), encode("bye")
+        else:
+            receiver = WeightReceiver(PULL, endpoint, "a", None)
+            peer, _ = router.recv_multipart()
+            router.send_multipart([peer, *weight_messages.encode("unchanged")])
+            time.sleep(0.2)
+            leave, farewell = receiver.close, weight_messages.encode("closed")
+        thread = Thread(target=leave)
+        thread.start()
+        time.sleep(LINGER_MS / 1000 + 0.3)
         heard = b""
         while f'"kind":"{kind}"'.encode() not in heard:
             assert router.poll(4000), "it was lost"
             peer, heard = router.recv_multipart()
         thread.join(0.3)
         assert thread.is_alive(), "it went before it was answered"
-        router.send_multipart([peer, *(encode("bye") if kind == "bye" else weight_messages.encode("closed"))])
+        router.send_multipart([peer, *farewell])
         thread.join(2.0)
         assert not thread.is_alive()
 

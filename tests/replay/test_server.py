@@ -201,7 +201,7 @@ def test_invalid_messages_are_answered_counted_and_survived(tmp_path: Path, endp
 
 def test_an_episode_whose_last_receipt_was_lost_is_settled_later(endpoint: str, monkeypatch) -> None:
     monkeypatch.setattr("asyncrl.replay.connection.HELD_RESEND_AFTER", 0.2)
-    monkeypatch.setattr("asyncrl.replay.client.LEAVE_SECONDS", 0.1)  # Nobody answers its goodbye.
+    monkeypatch.setattr("asyncrl.replay.connection.LEAVE_SECONDS", 0.1)  # Nobody answers its goodbye.
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     replay, actor = bind_router(context, endpoint), ZmqActorPort(endpoint, "actor-0")
     answer(replay, actor, "hello", reply="welcome", boot="b", known=True)
@@ -249,7 +249,7 @@ def test_a_request_is_answered_with_one_group_although_that_was_given_up(scripte
 
 
 def test_an_actor_passes_over_requests_whose_groups_were_given_up(endpoint: str, monkeypatch) -> None:
-    monkeypatch.setattr("asyncrl.replay.client.LEAVE_SECONDS", 0.1)  # Nobody answers its goodbye.
+    monkeypatch.setattr("asyncrl.replay.connection.LEAVE_SECONDS", 0.1)  # Nobody answers its goodbye.
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     replay, actor = bind_router(context, endpoint), ZmqActorPort(endpoint, "actor-0")
     answer(replay, actor, "hello", reply="welcome", boot="b", known=True)
