@@ -151,7 +151,7 @@ def test_what_is_missing_unknown_or_made_otherwise_is_refused(tmp_path: Path) ->
     assert run(LIBERO, tmp_path, "adit").returncode == 2
     other = run(LIBERO, tmp_path, "data", SIZE="64")
     assert other.returncode == 2
-    assert "was made with other settings: SCALE=1 SIZE=128" in other.stderr
+    assert "was made with other settings: SCALE=1 EPISODES=1 SIZE=128" in other.stderr
     unknown = run(ASSETS, tmp_path, ONLY="opensora opensoar", WORK=str(tmp_path / "new"))
     assert unknown.returncode == 2
     assert "opensoar, which is none of: clone" in unknown.stderr
