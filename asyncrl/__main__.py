@@ -4,7 +4,7 @@ import _signal  # pyright: ignore[reportMissingImports]  # Built in: `signal` ta
 
 
 def start(*command: str) -> None:
-    """Run the command line of this process, whose first words are `command`; signals always get one line."""
+    """Run this process's command line, which begins with `command`; a signal prints one line."""
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # Python's own shows a traceback.
     import os
     import sys

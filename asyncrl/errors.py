@@ -19,7 +19,7 @@ class CheckpointError(ConfigError):
 
 
 class AssetError(ConfigError):
-    """A file or library that what was set needs is not there."""
+    """A file or library that the settings need is missing."""
 
 
 class WireError(AsyncRLError):

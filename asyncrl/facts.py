@@ -1,4 +1,4 @@
-"""Facts from outside: one function per fact, called at every door (CONTRIBUTING.md has the table)."""
+"""Checks of external facts: one function per fact, called wherever it enters (table in CONTRIBUTING.md)."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Bounds(Typed):
         return cls(q01=low, q99=high, mask=tuple(fields.get("mask", [True] * len(low))))
 
     def problem(self, numbers: int) -> str:
-        """Return why so many numbers cannot be scaled by these; empty if they can."""
+        """Return why that many numbers cannot be scaled by these bounds; empty if they can."""
         if len(self.q01) != numbers:
             return f"have {len(self.q01)} numbers, expected {numbers}"
         low, high = np.array(self.q01, np.float32), np.array(self.q99, np.float32)
@@ -154,7 +154,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Episode:
-    """An imagined or simulated episode. `video[i]` follows step i; `frames[n]` is what decision n saw."""
+    """An imagined or simulated episode. `video[i]` follows step i; `frames[n]` is seen by decision n."""
 
     episode_id: str
     """Globally unique: 32 hexadecimal digits."""
@@ -237,7 +237,7 @@ class Episode:
 
 
 def returns_differ(lowest: Any, highest: Any, size: Any) -> Any:
-    """Compare returns of rewards whose absolute values sum to `size`; a rounding of the sum is no spread."""
+    """Return True if returns differ by more than the rounding of sums whose absolute values add to `size`."""
     return highest - lowest > 1e-5 * size
 
 

@@ -127,7 +127,7 @@ class Actor:
         self.telemetry = ActorTelemetry(backend, offload)
 
     def run(self, should_leave: Callable[[], bool] = lambda: False) -> None:
-        """Act until the replay ends the run, or `should_leave`, asked between two decisions, this actor."""
+        """Act until the run ends, or `should_leave`, called between decisions, returns True."""
         try:
             with process_status.waiting(waits.FIRST_WEIGHTS, self.startup_timeout):
                 self.version = self.receiver.wait_for_first(self.startup_timeout)

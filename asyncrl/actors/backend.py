@@ -103,7 +103,7 @@ class Slots:
         return max(0, len(self.episodes) + prefetch - len(self.live) - len(self.pending))
 
     def add_group(self, grant: GroupGrant, start: EpisodeStart, group_size: int) -> None:
-        """Queue the episodes of a grant behind those of lower numbers, in place of an earlier grant's."""
+        """Queue the episodes of a grant by its number; they replace those of an earlier grant of it."""
         self.remove_group(grant.number)
         episodes = [EpisodePlan(grant=grant, member=i, start=start) for i in range(group_size)]
         self.pending = deque(sorted([*self.pending, *episodes], key=lambda pending: pending.grant.number))
@@ -114,7 +114,7 @@ class Slots:
         among: range,
         is_cheapest: Callable[[int, EpisodeStart], bool] = lambda index, start: True,
     ) -> list[int]:
-        """Put pending episodes whose grant allows the policy into free slots; return these."""
+        """Fill free slots with pending episodes whose grant allows the policy; return these slots."""
         filled, free = [], [index for index in among if self.episodes[index] is None]
         while free and self.pending and self.pending[0].grant.min_version <= policy_version:
             pending = self.pending.popleft()
@@ -212,7 +212,7 @@ class Stage(Generic[State]):
             self.replace(indices, fresh)
 
     def keep(self, indices: Sequence[int]) -> None:
-        """Keep just the rows of the slots `indices`, ascending; one without gets a copy of the first."""
+        """Keep only the rows of the slots `indices`, ascending; one without a row copies the first."""
         if list(indices) != self._rows:
             known = {index: row for row, index in enumerate(self._rows)}
             rows = [known.get(index, 0) for index in indices]
@@ -281,11 +281,11 @@ class Backend(ABC, Generic[State]):
 
     @abstractmethod
     def collect(self, slots: Slots, stage: Stage[State], timeout: float) -> tuple[list[Failure], float]:
-        """Append the stage's decisions; RunError after `timeout`. Seconds waited, but for a device's."""
+        """Append the stage's decisions; return seconds waited, except for devices; RunError on timeout."""
 
     @abstractmethod
     def release(self, slots: Slots, stage: Stage[State]) -> None:
-        """Free what the stage holds for episodes that are gone."""
+        """Free the stage's resources of removed episodes."""
 
     @abstractmethod
     def episode_end(self, episode: EpisodeInProgress) -> EpisodeEnd | None:

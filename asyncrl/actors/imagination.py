@@ -83,7 +83,7 @@ class WorldBackend(Backend[State]):
         device: torch.device = CPU,
         rows: int = 0,
     ) -> None:
-        """Join the models; passes are filled up to `rows`, on whose number a row's last digits depend."""
+        """Join the models; passes are padded to `rows`, because rounding depends on the number of rows."""
         super().__init__(policy, sampling, device)
         self.world, self.reward, self.rule, self.rows = world, reward, rule, rows
         self.world_version, self.models = world.version, (world, reward)
@@ -162,7 +162,7 @@ class WorldBackend(Backend[State]):
     def _decide(
         self, slots: Slots, stage: Stage[State], policy_version: int, indices: list[int]
     ) -> tuple[InFlightDecision, State]:
-        """Has no side effects."""
+        """Queue a decision of the rows; changes no state."""
         rows = self._filled_up(indices)
         episodes = [slots.episode(i) for i in rows]
         seeds = [episode.next_noise_seed() for episode in episodes]

@@ -104,7 +104,7 @@ class SimulatorBackend(Backend[Any]):
     def launch(
         self, slots: Slots, stage: Stage[Any], indices: list[int], policy_version: int
     ) -> list[Failure]:
-        """Decide for the slots that wait for a decision and send them their steps."""
+        """Decide for the slots that are ready for a decision and send them the steps."""
         self.release(slots, stage)
         if self.together:
             failed, _ = self._wait(slots, indices, self.patience)
@@ -134,7 +134,7 @@ class SimulatorBackend(Backend[Any]):
         return failed, 0.0 if self.device.type == "cpu" else waited
 
     def release(self, slots: Slots, stage: Stage[Any]) -> None:
-        """Leave slots whose episode is gone, so that simulators which step together do not wait for them."""
+        """Free slots whose episode is gone, so that simulators that step together do not wait for them."""
         for index in stage.indices:
             slot = self._slots[index]
             if slots.episodes[index] is not slot.episode and not slot.awaits_answer:
@@ -254,7 +254,7 @@ class SimulatorBackend(Backend[Any]):
 
     @torch.inference_mode()
     def _decide(self, slots: Slots, policy_version: int, indices: list[int]) -> list[Decision]:
-        """Has no side effects."""
+        """Run the policy; changes no state."""
         episodes = [slots.episode(index) for index in indices]
         seeds = [episode.next_noise_seed() for episode in episodes]
         named = [{"frames": e.frame, "more_frames": e.more_frames, "states": e.state} for e in episodes]

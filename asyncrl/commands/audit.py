@@ -1,4 +1,4 @@
-"""`asyncrl audit [POLICY]`: hold what is imagined against what the same actions truly lead to."""
+"""`asyncrl audit [POLICY]`: compare imagined episodes with the true outcome of the same actions."""
 
 from __future__ import annotations
 

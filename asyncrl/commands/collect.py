@@ -115,7 +115,7 @@ def _record(config: CollectConfig, source: SimulatorSource) -> int:
 def training_starts(
     spec: SimulatorSpec, episodes: int, seed: int, tasks: Sequence[str] = ()
 ) -> list[SimStart]:
-    """List random starts for a recording, task by task; stored ones are what `asyncrl evaluate` plays."""
+    """List random starts for a recording, task by task; stored ones are left to `asyncrl evaluate`."""
     if tasks and not spec.trials:
         raise ConfigError(
             f"--tasks chooses among the tasks of stored starts, but in {spec.name} every seed is a start. "
@@ -176,7 +176,7 @@ def record(
     extra_decisions: int,
     about: dict[str, object],
 ) -> int:
-    """Record whole decisions of an episode from each start; what was played before an error is kept."""
+    """Record whole decisions of an episode from each start; episodes played before an error are kept."""
     folder.mkdir(parents=True, exist_ok=True)
     places = {start.name: number for number, start in enumerate(starts)}
     plays, parts = [Play(start=start) for start in starts], _Parts(folder, pool.spec, len(starts), about)

@@ -58,7 +58,7 @@ class DoctorFlags(Bounded):
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatorConfig(Bounded):
-    """Check whether a simulator can be played in on this host, and how fast: one worker process plays."""
+    """Check that a simulator works on this host, and its speed, in one worker process."""
 
     simulator: str
     """A built-in one, one of an installed package, or package.module:Class (or a function that makes one)."""
@@ -74,7 +74,7 @@ class SimulatorConfig(Bounded):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckConfig(Bounded):
-    """Try a part on small inputs and say what it does not do as its protocol wants it (docs/extending.md)."""
+    """Test a part on small inputs against its protocol (docs/extending.md)."""
 
     kind: Annotated[
         Literal["policy", "world", "reward", "simulator"], tyro.conf.Positional, tyro.conf.arg(metavar="KIND")

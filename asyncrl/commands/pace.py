@@ -160,7 +160,7 @@ class Rounds:
                 )
 
     def play(self, number: int) -> str:
-        """Do the stages of a round that are left, train in the better world from then on; return a row."""
+        """Run the remaining stages of a round and choose the better world for the next; return a row."""
         folder = self._pace.out / f"round-{number:03d}"
         folder.mkdir(exist_ok=True)
         policy = self._train_to(number * self._pace.round_updates)

@@ -169,7 +169,7 @@ ARGUMENTS: Any = tyro.conf.FlagCreatePairsOff[
 
 
 def main(arguments: list[str]) -> int:
-    """Run one of them; return 0, 1 when it found a damage or a difference, 2 for input that cannot work."""
+    """Run a replay command; return 0, 1 if it found damage or a difference, 2 for invalid input."""
     wanted: Any = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl replay")
     try:
         return wanted.run()

@@ -33,7 +33,7 @@ LONG_AGO: Final = 300 * 86_400  # Seconds after which a date has its year instea
 
 @dataclass(frozen=True, kw_only=True)
 class RunsConfig(Bounded):
-    """List the runs of a folder: when each began, what became of it, how far it is, success, disk.
+    """List the runs of a folder: start, state, progress, success, disk.
 
     `asyncrl runs plot RUN...` draws runs.
     """
@@ -145,7 +145,7 @@ _CLEARED: Final = "\033[H\033[J"  # Clears a terminal
 
 @dataclass(frozen=True, kw_only=True)
 class StatusConfig(Bounded):
-    """Show what the processes of a run on this host are doing, also those that died: what they did last.
+    """Show the activity of a run's processes on this host, of dead ones the last.
 
     Exit code 0: it is running; 3: it finished; 4: it was stopped, or failed, before its last update; 1: it is
     dead. With --watch 0: it finished.

@@ -44,10 +44,10 @@ class MetricsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ListSimulators:
-    """List the simulators that `--simulator` knows by name, and what each of them plays."""
+    """List the simulators that `--simulator` knows by name, and their tasks."""
 
     def run(self) -> int:
-        """Print a line each; those that cannot be used here stand below, by the reason."""
+        """Print a line per simulator; unusable ones last, grouped by the reason."""
         from asyncrl.observability.terminal import hanging
         from asyncrl.simulators.interface import SimulatorSource
 

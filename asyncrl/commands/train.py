@@ -53,7 +53,7 @@ def dry_run(config: TrainConfig) -> int:
 
 
 def _refusals(config: TrainConfig) -> list[Callable[[], object]]:
-    """List the checks of a run before it begins; each refuses by itself, so that all that lacks is named."""
+    """List the checks before a run; each raises by itself, so that every problem is reported."""
     from asyncrl.launch import console, endpoints
     from asyncrl.launch.build import check_resumed
     from asyncrl.launch.environment import check_environment
@@ -109,7 +109,7 @@ def main(arguments: list[str]) -> int:
 
 
 def read_settings(arguments: list[str], help_text: ShortHelp = TRAIN) -> TrainConfig:
-    """Read `[CONFIG.toml ...] [--flags]`; with --resume on top of the settings of the run that goes on."""
+    """Read `[CONFIG.toml ...] [--flags]`; with --resume over the settings of the resumed run."""
     config = parse(arguments, help_text)
     if not config.resume:
         return _with_decay(config, config)
@@ -136,7 +136,7 @@ def _with_settings_of_run(config: TrainConfig, arguments: list[str]) -> TrainCon
 
 
 def _with_decay(config: TrainConfig, begun: TrainConfig) -> TrainConfig:
-    """Fix the update at which learning rates have fallen; a resume with more updates must not move it."""
+    """Fix the update at which the learning-rate decay ends; a resume with more updates keeps it."""
     chosen, before = config.optimizer, begun.optimizer
     if chosen.schedule == "constant" or chosen.decay_updates:
         return config

@@ -35,7 +35,7 @@ def to_uint8(pictures: Tensor) -> Tensor:
 
 
 def all_finite(values: Tensor) -> bool:
-    """Return True without NaN or infinity; bools are True where something is finite."""
+    """Return True if all values are finite, or all of these flags of finite values are True."""
     if values.dtype == torch.bool or not values.numel():
         return bool(values.all())
     return all(end.isfinite().item() for end in values.detach().aminmax())  # `isfinite` is 20 times slower.
@@ -102,7 +102,7 @@ class DeviceEvent:
 
     @property
     def passed(self) -> bool:
-        """True if the device has come this far; raises an earlier error of the device."""
+        """True if the device has reached this event; raises an earlier error of the device."""
         return self._event is None or self._event.query()
 
     def since(self, earlier: DeviceEvent) -> float:
@@ -176,7 +176,7 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def take_device(name: str, local_rank: int = 0) -> torch.device:
-    """Choose the device of this process, check that it multiplies right, and make it the current one."""
+    """Choose the device of this process, check its matrix products, and make it the current one."""
     device = pick_device(name, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)

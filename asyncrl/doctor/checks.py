@@ -153,7 +153,7 @@ def check_python() -> Finding:
 
 
 def requirements(extra: str = "") -> list[Requirement]:
-    """Return the packages of pyproject.toml that an extra needs; empty: that every installation needs."""
+    """Return the packages that an extra of pyproject.toml needs; '': those of every installation."""
     from packaging.requirements import Requirement
 
     try:
@@ -234,7 +234,7 @@ def _call(where: str, examination: object) -> Finding | None:
 def run_check(
     name: str, check: Callable[[], Finding | None], deadline: float, *, hurried: bool = False
 ) -> Finding | None:
-    """Run a check; errors and timeouts, `hurried` as warnings, become findings: the other checks still run.
+    """Run a check; errors and timeouts (warnings if `hurried`) become findings: other checks still run.
 
     It runs on a thread, which is abandoned where a file system or driver hangs: nothing can interrupt that.
     """

@@ -64,7 +64,7 @@ def _imagine_together(world: World[State], episodes: Sequence[SimulatedEpisode])
 
 
 def start_of(episode: SimulatedEpisode, step: int = 0) -> StartState:
-    """Return the state of an episode at a step, a multiple of its decisions' length."""
+    """Return the start state at a step of an episode, a multiple of its decisions' length."""
     seen = slice(step - CONTEXT + 1, step + 1) if step else slice(0)
     return StartState(
         name=f"seed-{episode.seed}",
@@ -86,7 +86,7 @@ def check_suffix(path: Path) -> None:
 
 
 def check_imagines(world: World[Any], spec: SimulatorSpec, what: str = "--video") -> None:
-    """Refuse a world that differs from a simulator in pictures or actions, or needs poses that it lacks."""
+    """Refuse a world whose pictures or actions differ from the simulator's, or that needs missing poses."""
     wanted, drawn = (spec.image_size, spec.action_dim), (world.image_size, world.action_spec.dim)
     if wanted != drawn:
         raise ConfigError(
@@ -102,7 +102,7 @@ def check_imagines(world: World[Any], spec: SimulatorSpec, what: str = "--video"
 
 @dataclass(frozen=True, kw_only=True)
 class JudgedEpisode:
-    """A true episode, and the imagined one of its actions."""
+    """A true episode and the imagination of the same actions."""
 
     task: str
     truth: NDArray[np.uint8]  # [F, H, W, 3].
@@ -155,7 +155,7 @@ def scores_of(reward: RewardModel, frames_BTHW3: Tensor, tasks: Sequence[str]) -
 
 
 def unjudged(episode: SimulatedEpisode, imagined: NDArray[np.uint8] | None = None) -> JudgedEpisode:
-    """Return a true episode without verdicts of a reward model; None: without a world model too."""
+    """Pair a true episode with its imagination, if any, without the verdicts of a reward model."""
     return JudgedEpisode(
         task=episode.task,
         truth=episode.frames,
@@ -165,7 +165,7 @@ def unjudged(episode: SimulatedEpisode, imagined: NDArray[np.uint8] | None = Non
 
 
 def write_contact_sheet(path: Path, episodes: Sequence[SimulatedEpisode], world: World[Any]) -> None:
-    """Write a movie, .gif or .mp4, of up to 16 episodes and what the world imagines of their actions."""
+    """Write a movie, .gif or .mp4, of up to 16 episodes next to the imagination of their actions."""
     chosen = episodes[:PAIRS]
     rows = [unjudged(e, drawn) for e, drawn in zip(chosen, imagine_again(world, chosen), strict=True)]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -173,7 +173,7 @@ def write_contact_sheet(path: Path, episodes: Sequence[SimulatedEpisode], world:
 
 
 def write_judged_movie(path: Path, episodes: Sequence[JudgedEpisode], title: str) -> None:
-    """Write truth next to imagination, which stops where training calls it a success; others at their end."""
+    """Write true and imagined movies side by side; imagination stops at its success, else at its end."""
     with replacing(path) as part:
         written = part.with_suffix(path.suffix)
         media.write_movie(written, movie(episodes, title), rate=RATE)

@@ -34,7 +34,7 @@ TO_THE_END: Final = 1_000_000  # Decisions past a success: the simulator carries
 
 @dataclass(frozen=True, kw_only=True)
 class Imagined:
-    """Closed-loop episodes of a batch; each goes on until all have ended."""
+    """Closed-loop episodes of a batch; each continues until all have ended."""
 
     frames: NDArray[np.uint8]  # [B, N * C, H, W, 3]: frame i was made by action i.
     actions: NDArray[np.float32]  # [B, N, C, A].
@@ -88,7 +88,7 @@ class AuditModels:
 
     @torch.inference_mode()
     def score_true(self, episode: SimulatedEpisode, decisions: int) -> NDArray[np.float32]:
-        """Score the true frames of imagined decisions: ``[N, C]``, zero behind the simulator's last step."""
+        """Score the true frames of imagined decisions: ``[N, C]``, zero after the simulator's last step."""
         chunk, first = self.world.action_spec.chunk, 1 + self.true_decisions * self.world.action_spec.chunk
         true = torch.from_numpy(episode.frames[first : first + decisions * chunk]).to(self.world.device)
         scores = np.zeros(decisions * chunk, np.float32)

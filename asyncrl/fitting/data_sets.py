@@ -1,4 +1,4 @@
-"""Data sets of other programs: what LeRobot and robomimic have in common.
+"""Data sets of other programs: the part common to LeRobot and robomimic.
 
 Letters: T samples of an episode, H W picture size, K cameras, Q numbers of state, A numbers per action.
 """
@@ -130,7 +130,7 @@ class DataSet(ABC):
             raise ConfigError(f"{self.path} has no {key} (--dataset.{flag}). There are: {there}.")
 
     def note_no_success(self) -> None:
-        """Note that no key tells successes, unless the settings do."""
+        """Log that no key has successes, unless the settings name one."""
         if self.settings.success != NONE and self.settings.solved == "key":
             self.note(
                 "no key marks when a task is solved: no such episode counts as solved (--dataset.success "
@@ -158,7 +158,7 @@ class DataSet(ABC):
         repeat. With a stride, rewards are summed, and a step is solved if one of its samples is.
 
         Args:
-            pictures: ``[N, K, H, W, 3]`` of the N kept steps, or one more behind the last action.
+            pictures: ``[N, K, H, W, 3]`` of the N kept steps, or one more after the last action.
             states: ``[N, Q]``, likewise.
             actions: ``[T, A]`` of all steps, like `rewards` ``[T]`` and `success` ``[T]``.
         """
@@ -268,7 +268,7 @@ def decode_picture(content: bytes, size: Sequence[int] = ()) -> NDArray[np.uint8
 
 
 def _unclear(image: Image.Image) -> str:
-    """Return what a file has that no 8 bits of red, green and blue stand for; empty if nothing."""
+    """Name a property of a file that 8-bit RGB cannot represent; empty if there is none."""
     if image.mode not in _MODES:
         return f"{image.mode} pixels"
     if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:

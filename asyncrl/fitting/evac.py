@@ -112,7 +112,7 @@ class EvacFit(FrameByFrameFit):
         return cls(EvacWorld(networks, config))
 
     def check(self, recordings: Recordings, options: WorldOptions) -> None:
-        """Refuse, with a ConfigError, what this world cannot be fitted to."""
+        """Refuse recordings that this world cannot be fitted to, with a ConfigError."""
         self.refuse_options(options)
         _check_poses(recordings)
 
@@ -169,7 +169,7 @@ class PoseWindows:
 def windows(
     recordings: Recordings, latents: Latents, poses_F8: Tensor, maps_FZhw: Tensor, config: EvacConfig
 ) -> PoseWindows:
-    """Cut episodes into windows, one behind every frame with eight more behind it."""
+    """Cut episodes into windows, one after every frame that eight frames follow."""
     device = maps_FZhw.device
     before_F8 = poses_F8.roll(1, 0)
     starts = to_device(recordings.offsets[:-1], device)

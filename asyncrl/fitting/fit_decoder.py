@@ -1,4 +1,4 @@
-"""Distil a tiny decoder from the full decoder's frames, and measure how alike the two draw.
+"""Distil a tiny decoder from the full decoder's frames, and measure how well they agree.
 
 Letters: E episodes, B episodes of a batch, F latent frames, T frames, H W pixels.
 """
@@ -88,7 +88,7 @@ def imagine_episodes(
     seed: int,
     name: str,
 ) -> ImaginedVideos:
-    """Imagine one episode of so many decisions from each of ``E`` start states, also behind a success."""
+    """Imagine one episode of so many decisions from each of ``E`` start states, also after a success."""
     parts: list[tuple[Tensor, Tensor]] = []
     decoder = world.decoder
     try:

@@ -120,7 +120,7 @@ class LeRobotFolder(DataSet):
         return places[: self.settings.episodes or None]
 
     def _check_tiling(self, key: str, places: Sequence[_Place]) -> None:
-        """Each episode begins in a movie where the one before ends, the first at 0."""
+        """Check that each episode begins in a movie where the previous one ends, the first at 0."""
         end, last = 0.0, (-1, -1)
         for place in sorted(places, key=lambda place: place.videos[key]):
             chunk, index, begin = place.videos[key]
@@ -216,7 +216,7 @@ class LeRobotFolder(DataSet):
 
 
 def _check_order(table: Any, rate: float) -> None:
-    """Rows of one episode are in the order of time, without a gap."""
+    """Check that the rows of one episode are in the order of time, without a gap."""
     for name, unit in ORDER.items():
         if name in table.column_names:
             counted = _numbers_in(table, name)[:, 0] * (unit or rate)
@@ -229,7 +229,7 @@ def _check_order(table: Any, rate: float) -> None:
 
 
 def _read_info(path: Path) -> tuple[dict[str, dict[str, Any]], float, str, int | None]:
-    """Features, rate, robot, and number of episodes if it is said."""
+    """Features, rate, robot, and number of episodes if it is known."""
     with _reading(path / INFO):
         info = load_json(path / INFO)
         check_types(info, {"codebase_version": str, "fps": float, "features": dict})

@@ -53,9 +53,9 @@ ONE_RANK: Final = FitRanks()
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """The state of an unfinished fit, in a folder next to its output: `minimise` goes on from it.
+    """The state of an unfinished fit, in a folder next to its output: `minimise` continues from it.
 
-    settings.json           what the fit was begun with
+    settings.json           the fit's settings
     STAGE/*.safetensors     weights, averages and moments (`storage.checkpoint_state`)
     STAGE/progress.json     steps done, their losses, and the states of the random generators
     """
@@ -343,7 +343,7 @@ class _State:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Write it too when the block is interrupted, and at its end if another stage follows."""
+        """Also write the state if the block is interrupted, or ends before another stage."""
         if self._kept is None:
             yield
             return
@@ -360,7 +360,7 @@ class _State:
             self._write()
 
     def keep_if_due(self) -> None:
-        """Write it if it was long ago; end all ranks together if one of them has been sent a signal."""
+        """Write the state if it is due; end all ranks together if one of them received a signal."""
         ranks, done, late = self._schedule.ranks, len(self.losses), time.monotonic() >= self._due
         if self._kept is None:
             return

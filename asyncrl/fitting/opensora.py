@@ -79,7 +79,7 @@ class FrameWindows:
 
 
 def windows(recordings: Recordings, latents: Latents, action_range: Bounds) -> FrameWindows:
-    """Cut episodes into windows, one behind every frame with eight more behind it."""
+    """Cut episodes into windows, one after every frame that eight frames follow."""
     device = latents.all.device
     actions = to_device(recordings.actions, device)
     past = np.arange(CONDITION) - CONDITION  # The first stands in for earlier ones.

@@ -238,7 +238,7 @@ class FitReward(Trained, FromData):
 
 @dataclass(frozen=True, kw_only=True)
 class FitKeyframes(FromData):
-    """Start states on the way to the goal, from true episodes: where imagination is short and undecided."""
+    """Start states in the middle of true episodes, for short imagination with an open end."""
 
     out: Path
     """HDF5 file to write."""

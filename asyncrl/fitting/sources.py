@@ -105,7 +105,7 @@ def load_recordings(paths: Iterable[Path], settings: DataSetSettings = AS_STORED
 
 
 def import_data_sets(data_sets: Sequence[DataSet], folder: Path) -> int:
-    """Write recordings of data sets that look alike to a new folder, or nothing; return how many episodes."""
+    """Write recordings of compatible data sets to a new folder, or nothing; return how many episodes."""
     check_alike(data_sets)
     written = parts = 0
     try:

@@ -323,7 +323,7 @@ class ImaginedMemories:
         self.latents = windows.latents.clone()
 
     def fill(self, latents_BZ4hw: Tensor, chosen: Tensor) -> Tensor:
-        """Put drawn memories into the first windows `chosen` ``[B]`` of a batch, in place."""
+        """Replace the memories of a batch's first windows `chosen` ``[B]`` by drawn ones, in place."""
         first = chosen[: round(self.share * len(chosen))]
         memories = self.latents[self.windows.rows[first, 1]]
         latents_BZ4hw[: len(first), :, 1].copy_(memories)

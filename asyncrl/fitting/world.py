@@ -1,4 +1,4 @@
-"""Fits of world models: the table of kinds, what every kind offers, and the fit of its autoencoder.
+"""Fits of world models: the table of kinds, their common protocol, and the fit of an autoencoder.
 
 fresh  ->  check  ->  fit_autoencoder or take_autoencoder  ->  fit_network  ->  save    `asyncrl fit world`
 load   ->  check  ->  fit_network or fine_tune  ->  save or rewrite                     with --refine
@@ -174,7 +174,7 @@ class FittedWorld(ABC):
         """Write the world in our layout, its weights in bfloat16."""
 
     def check(self, recordings: Recordings, options: WorldOptions) -> None:
-        """Refuse, with a ConfigError, what this world cannot be fitted to."""
+        """Refuse recordings that this world cannot be fitted to, with a ConfigError."""
         self.refuse_options(options)
         check_recordings(recordings, self.world.action_spec.dim)
 

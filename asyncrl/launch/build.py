@@ -141,7 +141,7 @@ def start_run(models: LoadedModels, again: Path | None = None) -> LearnerStart:
 def check_resumed(config: TrainConfig, again: Path | None = None) -> TrainConfig:
     """Check, before models are loaded, that a run to resume is not alive and its small files can be read.
 
-    Returns the settings; a run that torchrun starts again, in `again`, resumes if it has a checkpoint.
+    Returns the settings; the run in `again`, restarted by torchrun, resumes if it has a checkpoint.
     """
     if again is not None:  # Processes of its earlier start may still be ending: `claim` waits for them.
         config = replace(config, run_dir=str(again), resume=checkpoint.latest(again) is not None)

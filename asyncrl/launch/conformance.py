@@ -117,7 +117,7 @@ class Trial:
         return frames, after
 
     def alike(self, one: Tensor, other: Tensor, method: str, said: str, most: float = LEVELS) -> None:
-        """Check that frames differ by at most so many grey levels; 0: not in a bit."""
+        """Check that frames differ by at most so many grey levels; 0: bit-equal."""
         gap = (one.int() - other.int()).abs().float()
         found = float(gap.mean() if self.rounds and most else gap.max())
         expected = f"at most {most}" + " in the mean" * self.rounds if most else "the same bits"

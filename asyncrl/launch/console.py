@@ -43,7 +43,7 @@ NOTICEABLE: Final = 1.05  # Speed-up from which another placement is worth a sen
 
 
 def banner(config: TrainConfig, run_dir: Path, processes: str, device: str, world: str = "") -> str:
-    """Describe what runs where in lines of at most `WIDTH` columns, and the world in one."""
+    """Describe the placement of processes in lines of at most `WIDTH` columns, and the world in one."""
     parts = (
         f"asyncrl {__version__}",
         f"run {short_path(run_dir)}",
@@ -96,7 +96,7 @@ def world_line(asked: TrainConfig, said: WorldDefaults) -> str:
 
 
 def resumed(config: TrainConfig, version: int) -> list[str]:
-    """Return a line about where a resumed run goes on."""
+    """Return a line with the update that a resumed run continues from."""
     if not config.resume:
         return []
     if version < config.updates:
@@ -151,7 +151,7 @@ def introduce(
     begun: Sequence[str] = (),
     hints: Sequence[str] = (),
 ) -> None:
-    """Print the first lines of a run: banner, where it goes on, and notes about its settings."""
+    """Print the first lines of a run: banner, resumed update, and notes about its settings."""
     config, world = models.config, world_line(asked, models.defaults)
     log.banner(banner(config, start.run_dir, processes, str(start.policy.device), world))
     lines = [*begun, *resumed(config, start.version), *hints, *notes(config)]
@@ -161,7 +161,7 @@ def introduce(
 
 @contextmanager
 def failure_noted(config: TrainConfig, run_dir: Path, learner: Learner) -> Iterator[None]:
-    """Add a note about what is saved, printed behind it, to an error that the block raises."""
+    """Add a note about the saved state to an error that the block raises."""
     try:
         yield
     except Exception as error:
@@ -276,7 +276,7 @@ def successes(rows: Iterable[Mapping[str, Any]]) -> list[float]:
 
 
 def nothing_learned(settings: AlgorithmSettings, row: Mapping[str, Any]) -> str:
-    """Return why the episodes of an update taught nothing, by its metrics; empty if they did."""
+    """Return why an update had nothing to learn, by its metrics; empty if it had."""
     algorithm = "" if registry.names_code(settings.advantage) else settings.kind
     mean, spread = row.get(m.RETURN.name), row.get(m.REWARD_STD.name)
     advice = s.SIGNAL_GROUPS.advice.rpartition("; ")[2]

@@ -141,7 +141,7 @@ def build_world_model(config: TrainConfig, device: torch.device) -> Environment:
 
 
 def with_world_defaults(config: TrainConfig) -> tuple[TrainConfig, WorldDefaults]:
-    """Put the world's defaults in place of what the user left open; returns them too."""
+    """Fill settings that the user left open with the world's defaults; returns these too."""
     said, imagination = WorldDefaults(source="defaults"), config.imagination
     if simulator_named(config.world):
         spec = check_simulator(config).spec
@@ -220,7 +220,7 @@ def rows_of_a_pass(config: TrainConfig) -> int:
 
 
 def actor_offload(config: TrainConfig, backend: WorldBackend[Any] | SimulatorBackend) -> OffloadedTensors:
-    """Offload an idle actor's models. What the receivers hold stays; new weights reach the copy."""
+    """Offload an idle actor's models. Receivers' tensors stay; new weights reach the copy."""
     if not config.actor.offload:
         return NO_OFFLOAD
     policy, others = backend.policy, backend.models if isinstance(backend, WorldBackend) else []

@@ -124,7 +124,7 @@ def fine_tune_world(config: FitWorld, recordings: Recordings) -> str:
 
 
 def check_fine_tuning(config: FitWorld) -> None:
-    """Check what can be known before recordings and weights are read."""
+    """Make the checks that need neither recordings nor weights."""
     source = world_folder(config.refine)
     parts_of(config.batch, read_job().size, config.micro_batch)
     if not fit_class(world_kind(source)).fine_tunes:

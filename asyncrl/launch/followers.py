@@ -140,7 +140,7 @@ class FirstHost:
         return self._over
 
     def learner_lives(self) -> bool:
-        """Return whether rank 0 is there to end the run in order; it is not if something killed it."""
+        """Return False if rank 0 was killed and cannot end the run in order."""
         if self._near:
             processes = process_status.read(Path(self._info.run_dir))
             return any(process.alive for process in processes if process.role == "learner-0")
@@ -159,7 +159,7 @@ class FirstHost:
             self._thread.join(ANSWER_DEADLINE)
 
     def _ask(self, job: Job) -> None:
-        """Ask the store, which ends with torchrun on the first host; a cut network is noticed late."""
+        """Poll torchrun's store, which ends with the run; a cut network is noticed late."""
         import torch.distributed as dist
 
         with suppress(dist.DistError):
@@ -183,7 +183,7 @@ def _with_weights_of_host(
     stop: StopFlag,
     ending: ExitStack,
 ) -> RunInfo:
-    """Point the actors of this host to its relay, or to the learner if there is one that can fetch."""
+    """Point this host's actors to its relay; a single actor fetches from the learner itself."""
     actors = [rank for rank in job.here if rank in placement.actors]
     alone = len(actors) == 1 and not info.hosts_transport
     if job.rank not in actors or alone:

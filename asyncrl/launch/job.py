@@ -1,4 +1,4 @@
-"""A process's place in its torchrun job, and what the ranks tell each other through torchrun's store.
+"""A process's place in its torchrun job, and the messages of ranks through torchrun's store.
 
 Rank 0 opens the run and shares `RunInfo`, the others receive it. Hosts have met before (`hosts.meet`).
 """
@@ -155,7 +155,7 @@ class RunInfo:
 
 @contextmanager
 def store_errors(job: Job, doing: str) -> Iterator[None]:
-    """Raise errors of the store as a RunError that names the rank and what it was `doing`."""
+    """Raise errors of the store as a RunError that names the rank and its activity, `doing`."""
     import torch.distributed as dist
 
     try:
@@ -219,7 +219,7 @@ def receive(job: Job, deadline: float, stop_requested: Callable[[], bool]) -> Ru
 
 
 def remember_run(job: Job, run_dir: Path) -> None:
-    """Leave the run's folder for the rank 0 of a later start."""
+    """Store the run's folder for the rank 0 of a later start."""
     if job.store[0]:
         open_store(job, every_start=True).set(_RUN_DIR, str(run_dir))
 
@@ -234,7 +234,7 @@ def run_of_earlier_start(job: Job) -> Path | None:
 
 
 def report_failure(info: RunInfo, job: Job, why: str) -> None:
-    """Leave the reason why this rank cannot go on; rank 0 saves and ends the run."""
+    """Store the reason why this rank cannot go on; rank 0 saves and ends the run."""
     with contextlib.suppress(FileNotFoundError):  # The run has ended by itself.
         write_text(failure_file(info, job), why)
 

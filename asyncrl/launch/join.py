@@ -1,7 +1,7 @@
 """Joins a running run as one more actor: ask the replay for settings, load, fetch weights, imagine, leave.
 
 A run that is started again (torchrun's restarts, --resume at the same address) may go on from an earlier
-version than an actor holds. What the actor imagined counts no more: it gives that up and joins again.
+version than an actor holds. The actor then drops its episodes and joins again.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def run(settings: JoinOptions) -> int:
 
 
 def resolved(address: str) -> str:
-    """Return the endpoint of --join, where ``tcp://`` may lack and a host may have a name."""
+    """Return the endpoint of --join, which may lack ``tcp://`` and name its host."""
     kind, _, rest = address.rpartition("://")
     host, _, port = rest.rpartition(":")
     if kind not in ("", "tcp") or not host or host[0] == "[":  # IPv6

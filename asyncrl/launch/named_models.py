@@ -31,7 +31,7 @@ from asyncrl.worlds.start_states import load_start_states
 
 @dataclass(frozen=True, kw_only=True)
 class NamedModel:
-    """A model that was named, before anything of it is read."""
+    """A named model, of which nothing is read yet."""
 
     kind: type[Any]  # Its class, with everything that its protocol requires
     folder: Path
@@ -86,7 +86,7 @@ def _of_user(kind: str, text: str, settings: Iterable[str]) -> NamedModel:
 
 
 def folder_part(text: str) -> str:
-    """Return the folder in a name: the part behind the @ of a class, else the name itself."""
+    """Return the folder in a name: the part after the @ of a class, else the name itself."""
     name, folder = registry.split(text)
     return folder if name else text
 

@@ -116,7 +116,7 @@ def _receiver(
 
 
 def replay_main(config: TrainConfig, info: RunInfo, episodes: EpisodeFormat) -> None:
-    """Keep the run's episodes until the learner ends the run."""
+    """Run the replay until the learner ends the run."""
     from asyncrl.replay.connection import JoinSettings
     from asyncrl.replay.server import serve_replay
 

@@ -203,7 +203,7 @@ class TrainingStarts:
         return stored_start(self.spec, task, int(drawn.integers(self.spec.trials)))
 
     def left(self, quarantined: Collection[str]) -> int:
-        """Return the number of starts that remain: there are always others."""
+        """Return that starts never run out."""
         return ENDLESS
 
 

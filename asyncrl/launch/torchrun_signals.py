@@ -27,7 +27,7 @@ SIGNAL_EXCEPTION: Final = "SignalException"  # torchrun's
 
 
 def rendezvous_handler() -> Callable[..., NoReturn]:
-    """Prepare the process that loads this; the rendezvous back-end that it returns only raises."""
+    """Patch the torchrun process that loads this; the returned rendezvous back-end only raises."""
     if starts_asyncrl(sys.argv):
         sys.excepthook = quiet_after_signals(sys.excepthook)
         os.environ.setdefault(WAIT, str(WAIT_SECONDS))
@@ -50,7 +50,7 @@ def starts_asyncrl(command: Sequence[str]) -> bool:
 
 
 def _change_agent() -> None:
-    """Start no ranks again whose settings are wrong; name the wait for other hosts; wait for ranks, once."""
+    """Patch torchrun's agent: no restart after wrong settings, a line for its last wait, `patient`."""
     import torch
     from torch.distributed.elastic.multiprocessing.api import PContext
 

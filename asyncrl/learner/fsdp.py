@@ -195,7 +195,7 @@ def mesh_of_ranks(device: torch.device, copies: int = 1) -> DeviceMesh:
 
 
 def _copied(network: nn.Module, inputs: Any, output: Any) -> Any:
-    """FSDP's own hook, which comes next, is lost by a write into a view."""
+    """Copied, because a write into a view would drop FSDP's own hook."""
     return output.clone() if isinstance(output, Tensor) else output
 
 

@@ -324,7 +324,7 @@ class Learner:
         self._saved_version = self.version
 
     def _save_alone(self) -> None:
-        """After a failure that left the loop: other ranks may not take part in a save."""
+        """Save without the other ranks, which may not take part after a failure."""
         self._finish_checkpoint()
         if self.ranks.size == 1:
             if self._actors_joined:

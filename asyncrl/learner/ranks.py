@@ -234,7 +234,7 @@ def fetch_shard(
 
 @torch.no_grad()
 def not_finite(tensors: Mapping[str, Tensor], ranks: LearnerRanks) -> list[str]:
-    """Return the names of the tensors with a number that is not finite on any rank, the same on all."""
+    """Return, on every rank, the names of the tensors with a non-finite number on any rank."""
     parts = local_tensors(tensors.values())
     # All in a few kernels, where one for each tensor takes a thousand. NaN stays NaN; a shard may be empty.
     largest = torch.nn.utils.get_total_norm([part for part in parts if part.numel()], norm_type=math.inf)

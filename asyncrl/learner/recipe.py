@@ -55,7 +55,7 @@ class Recipe:
 
     @property
     def advantages_need_old_policy(self) -> bool:
-        """Return True if the advantages depend on the old policy, whose pass then skips no decision."""
+        """Return True if the advantages depend on the old policy; its pass then covers every decision."""
         reads = bool({"old_policy", "whole_episodes"} & set(self.advantage.needs))
         return self.trains_critic or reads or isinstance(self.correction, interface.CorrectsAdvantages)
 

@@ -318,7 +318,7 @@ def add_kl_after_step(
 
 
 def rows_for_kl(evaluated: int, micro_batch: int) -> int:
-    """Return how many of the evaluated decisions are evaluated again after the last step."""
+    """Return the number of decisions that are evaluated again after the last step."""
     return min(micro_batch, max(KL_ROWS_MIN, evaluated // KL_ROWS_SHARE))
 
 

@@ -186,7 +186,7 @@ def _rows(rows: int, ranks: int, rank: int) -> int:
 
 
 def _wait(works: Sequence[Any], kept: Sequence[Tensor]) -> None:
-    """Messages are kept alive until then: on CUDA the current stream waits, on the CPU this thread."""
+    """Wait for sent messages, kept alive until then: on CUDA the current stream, on the CPU this thread."""
     del kept
     for work in works:
         work.wait()

@@ -162,7 +162,7 @@ class Curves:
 
 
 class MetricsLogger(contextlib.AbstractContextManager["MetricsLogger"]):
-    """Writes a learner's numbers. A row is in its file when `write` returns, or late on a slow disk."""
+    """Writes a learner's metrics; `write` returns when the row is in its file, or earlier on a slow disk."""
 
     def __init__(
         self,

@@ -97,7 +97,7 @@ _REPEATED: Final = (*(f"lag_{lags.name}" for lags in LAG_RANGES[1:]), "_decision
 """Ends of names that the page describes once, in its head."""
 _DEFINED_IN: Final = ("metrics_training", "metrics_system", "waits")
 _NOTES: Final = (
-    "The unit is followed by the rule that folds the values of several actors, ranks or minibatches. "
+    "Values of several actors, ranks or minibatches become their mean, unless a rule follows the unit. "
     "A *unit* in a description has one probability ratio: a token, an action or a decision "
     "(--algorithm.level). Names with `lag_0` exist with `lag_1`, `lag_2`, `lag_3_4`, `lag_5_8` and "
     "`lag_9_up` too, and each `replay/dropped_*`, in episodes, as `replay/dropped_*_decisions`, in decisions."
@@ -123,6 +123,7 @@ def as_markdown() -> str:
         lines += ["", "| name | unit | meaning | healthy, and otherwise |", "|---|---|---|---|"]
         for x in REGISTRY.values():
             if section_of(x.name) == prefix and not x.name.endswith(_REPEATED):
-                cells = (f"`{x.name}`", f"{x.unit}, {x.reduction}", x.meaning, x.advice)
+                unit = x.unit if x.reduction == "mean" else f"{x.unit}, {x.reduction}"
+                cells = (f"`{x.name}`", unit, x.meaning, x.advice)
                 lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"

@@ -216,7 +216,7 @@ def dump_stacks(run_dir: Path) -> list[Path]:
 
 
 def started(pid: int) -> int:
-    """Read the start of a process in clock ticks since boot (with its id it is unique); 0 if unknown."""
+    """Read the start of a process in clock ticks since boot, unique with its id; 0 if unknown."""
     with contextlib.suppress(OSError):
         fields = _stat(pid)
         return 0 if fields[0] in "ZX" else int(fields[19])

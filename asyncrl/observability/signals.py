@@ -1,4 +1,4 @@
-"""Signals and limits of a process: stop requests, its end, files that it may open."""
+"""Signals and limits of a process: stop requests, exit, open files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StopFlag:
         self.requested = True
 
     def pop_events(self) -> list[str]:
-        """Return the user's message once, after the first signal."""
+        """Return the message for the user, once, after the first signal."""
         reported, self._reported = self._reported, self.requested
         return ["stopping: what was learned is saved first"] if self.requested and not reported else []
 

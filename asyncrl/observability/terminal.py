@@ -46,7 +46,7 @@ def duration(seconds: float) -> str:
 
 
 def hanging(head: str, text: str, *, least: int = 20) -> str:
-    """Append `text` to `head`; a terminal gets it wrapped and indented, below `head` if space is short."""
+    """Append `text` to `head`; on a terminal wrapped and indented, below `head` if space is short."""
     if not sys.stdout.isatty():
         return head + text
     width = shutil.get_terminal_size().columns
@@ -57,7 +57,7 @@ def hanging(head: str, text: str, *, least: int = 20) -> str:
 
 
 class _Lines(io.TextIOBase):
-    """Stands in for stderr where it is no terminal: writes what a bar draws as lines."""
+    """Replaces a stderr that is no terminal: writes a progress bar's output as lines."""
 
     _complete = False
 

@@ -89,7 +89,7 @@ class Trackers(contextlib.AbstractContextManager["Trackers"]):
                 tell(f"{name} could not be started ({error}). The run goes on without it")
 
     def note(self, step: int, values: Readings) -> None:
-        """Show the lines of the trackers, and count a row that an ended one will never take."""
+        """Print the trackers' lines, and count the row as lost for a tracker that has ended."""
         for tracker in self._all:
             tracker.listen()
             if tracker.gone:
@@ -237,7 +237,7 @@ def _begin(name: str, run_dir: Path, command: str) -> Any:
 
 
 def numbers_of(row: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics of a row that are finite numbers; those of a measurement name its version."""
+    """Return the finite metrics of a row, and the version of a true measurement."""
     numbers = {
         name: float(value)
         for name, value in row.items()

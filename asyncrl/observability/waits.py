@@ -51,18 +51,17 @@ def _counted(metric: Metric) -> Count:
 
 
 MEETING = _define("""meeting | waiting for rank 0 to say where the run is | every rank but 0 |
-    --startup-timeout | rank 0, once it has loaded the models | the rank ends with an error that names rank
-    0's address""")
+    --startup-timeout | rank 0, with loaded models | the rank ends with an error that names rank 0's
+    address""")
 HOSTS = _define("""hosts | meeting the other hosts | every rank of several hosts | --startup-timeout | the
-    ranks of all hosts, which come when Python has started | the rank ends with an error that names the rank
-    that did not come""")
-FOLDER = _define("""folder | waiting to see the run folder | every rank but 0 | 60 | the file system, at once
-    on rank 0's host | the rank ends with an error that names the host and --run-dir""")
+    ranks of all hosts | the rank ends with an error that names the rank that did not come""")
+FOLDER = _define("""folder | waiting to see the run folder | every rank but 0 | 60 | the file system | the
+    rank ends with an error that names the host and --run-dir""")
 OWNER = _define("""owner | waiting for the processes of an earlier owner of the run folder | learner | 20 s |
-    their end: they end with the learner that died | the run is refused: the folder is in use""")
+    their end | the run is refused""")
 FIRST_ACTOR = _define("""first_actor | waiting for an actor to take the first weights | learner |
     --startup-timeout | the first actor that loaded its models | the run ends with an error that names who
-    registered and what is missing""")
+    registered""")
 BATCH = _define("""batch | waiting for a batch | learner | --batch-timeout since the last sign of progress |
     the actors; a stop request; too many filtered groups | the run ends with a checkpoint and an error that
     lists the replay's content""")
@@ -70,56 +69,55 @@ PART = _define("""part | waiting for rank 0 to deal a batch | learner ranks but 
     --startup-timeout since rank 0's last message | rank 0, which sends one every 5 s; its end | the rank ends
     with an error""")
 FETCH = _define("""fetch | fetching its part of a batch | learner, each rank | --batch-timeout since the last
-    episode that came | the replay, also one that was respawned; the other ranks, which fetch theirs | all
-    ranks save together, and the run ends with an error""")
-REPLAY_STATUS = _define("""replay_status | asking the replay how it is | learner | 60 | the replay, also one
-    that was just respawned | the run ends with an error""")
+    episode that came | the replay; the other ranks | all ranks save; the run ends with an error""")
+REPLAY_STATUS = _define("""replay_status | asking the replay how it is | learner | 60 | the replay | the run
+    ends with an error""")
 CHECKPOINT = _define("""checkpoint | waiting for a checkpoint to be written | learner | 1800; 300 after a
     failure | the writer's thread | the run ends with an error that names the checkpoint""")
 READY = _define("""ready | waiting for the members' answer to an offer | learner's publisher | 2 | the
-    members; the death of one | who did not answer is left behind and may register again""")
+    members; the death of one | the others go on; who did not answer may register again""")
 FORMING = _define("""forming | forming the weight group | learner's publisher | --weights.timeout | all
-    members; the death of one; a new registration | the group is given up and formed again""")
+    members; the death of one; a new registration | the group is formed again""")
 BROADCAST = _define("""broadcast | broadcasting weights | learner's publisher | --weights.timeout | the
-    transport; the death of a member | the group is given up and formed again with those that answer""")
+    transport; the death of a member | the group is formed again with those that answer""")
 RECEIPTS = _define("""receipts | waiting for the members' receipts | learner's publisher | --weights.timeout |
-    the members; the death of one | the group is given up and formed again with those that answer""")
+    the members; the death of one | the group is formed again with those that answer""")
 FIRST_WEIGHTS = _define("""first_weights | waiting for the first weights | actor | --startup-timeout | the
     learner's first version, or its end | the actor ends with an error and is respawned""")
 JOINING = _define("""joining | forming the weight group | actor's receiver | --weights.timeout | all members;
-    a newer offer | the actor gives this group up and waits for the next""")
+    a newer offer | the actor waits for the next group""")
 RECEIVING = _define("""receiving | receiving weights | actor's receiver | --weights.timeout | the transport; a
-    newer offer | the actor gives this group up, goes on with the weights it has and waits for the next""")
+    newer offer | the actor keeps its weights and waits for the next group""")
 HOST_WEIGHTS = _define("""host_weights | waiting for the host's weights | ranks with an actor on another host
-    than rank 0's, but its lowest | --startup-timeout | the lowest rank of the host with an actor, at its
-    start | the rank ends with an error""")
+    than rank 0's, but its lowest | --startup-timeout | the host's lowest rank with an actor | the rank ends
+    with an error""")
 CREDIT = _define("""credit | waiting for credit | actor | none; it looks every 0.2 s | the learner's next
-    batch; the run's end | nothing: an actor that is ahead has to wait""")
+    batch; the run's end | nothing""")
 NEWER_WEIGHTS = _define("""newer_weights | waiting for the weights that its group asks for | actor | none; it
-    looks every 0.2 s | the learner's next version; the run's end | nothing: the learner's own deadline ends a
-    run without versions""")
+    looks every 0.2 s | the learner's next version; the run's end | nothing: the learner's own deadline
+    applies""")
 DECISION = _define("""decision | waiting for the devices to finish a decision | actor | --hang-timeout | the
     devices | the actor ends with an error and is respawned""")
 SIMULATORS = _define("""simulators | waiting for simulators to answer | actor, evaluator, evaluate, collect |
     120, without any answer of a worker; 300 until it is ready | a worker's answer; its death | the worker is
-    replaced and its episodes are played again; after five, the command ends with an error""")
+    replaced, its episodes are played again; after five, the command ends with an error""")
 DEVICE_MEMORY = _define("""device_memory | waiting for device memory to return to | actor and learner with
     --actor.offload, --learner.offload | 60 | the other role on that device, once it waits too | the process
-    ends with an error: the models do not fit together""")
+    ends with an error""")
 FAREWELL = _define("""farewell | handing over the last episodes | actor | 5 | the replay's receipts | the
     actor ends; the episodes are imagined again after a resume""")
 EVALUATION = _define("""evaluation | waiting for the last version's true success | learner, at the run's end,
-    with --evaluate-every | --hang-timeout since the last episode that was played | the process that measures
-    it; a stop request | the run ends without that number, with a message; nothing else is lost""")
+    with --evaluate-every | --hang-timeout since the last episode that was played | the evaluator; a stop
+    request | the run ends without that number, with a message""")
 ROW = _define("""row | waiting for metrics.jsonl to be written | learner | 1, and not at all while rows are
-    late | the disk | the learner goes on; rows wait in memory, and are counted when they are lost""")
+    late | the disk | the learner goes on; rows wait in memory, lost ones are counted""")
 DISK = _define(
-    """disk | waiting for disk space | replay | none; it tries every second | space on the disk; a free
-    file descriptor, where that was missing | nothing new is granted, and nothing acknowledged is lost""",
+    """disk | waiting for disk space | replay | none; it tries every second | free space, or a free file
+    descriptor | nothing is granted; nothing acknowledged is lost""",
     metrics_system.DISK_WAITING,
 )
 TRACKERS = _define("""trackers | waiting for the trackers to finish | learner with --log-with, at the end | 20
-    | their processes | they are ended, with a message that counts the updates that may be missing""")
+    | their processes | they are ended; a message counts the updates that may be missing""")
 
 RESPAWNS: Final = _counted(metrics_system.RESPAWNS)
 WRONG_ENTRIES: Final = _counted(metrics_system.WRONG_ENTRIES)
@@ -149,10 +147,10 @@ def as_markdown() -> str:
         "",
         "Generated from `asyncrl/observability/waits.py`; `asyncrl metrics --waits` prints it.",
         "",
-        "| wait | who | at most (s) | ended by | at the deadline | metric |",
-        "|---|---|---|---|---|---|",
+        "| wait | who | at most (s) | at the deadline | metric |",
+        "|---|---|---|---|---|",
     ]
     for wait in WAITS.values():
-        cells = (wait.name, wait.owner, wait.deadline, wait.ended_by, wait.then, f"`{wait.metric.name}`")
+        cells = (wait.name, wait.owner, wait.deadline, wait.then, f"`{wait.metric.name}`")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

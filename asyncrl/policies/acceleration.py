@@ -51,7 +51,7 @@ class FixedShape:
     def __call__(
         self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None
     ) -> SampledTokens:
-        """Pad the batch to `rows`, choose, drop the padding; shape and dtype as in `choose`."""
+        """Call `choose` on the batch padded to `rows`; returns the results of the batch's own rows."""
         live = len(inputs.input_ids)
         if live > self.rows:
             raise ConfigError(
@@ -91,7 +91,7 @@ class GraphedChoice:
         return self._captured(*given.values(), *([] if uniforms_BK is None else [uniforms_BK]))
 
     def forget(self) -> None:
-        """Capture again at the next call: weights may change in place, but these moved."""
+        """Capture again at the next call, because the weights moved; changes in place need no capture."""
         self._captured = None
 
     def _with_tensors(self, like: PolicyInputs, sampling: SamplingParams) -> Callable[..., SampledTokens]:

@@ -125,7 +125,7 @@ class Policy(nn.Module):
             """Read a policy, in evaluation mode, everything trainable; raises CheckpointError if unreadable.
 
             Args:
-                folder: The part of --policy behind the @, a folder of `save`, or a checkpoint of a run.
+                folder: The part of --policy after the @, a folder of `save`, or a checkpoint of a run.
                 settings: Of ``[policy.settings]`` or --policy-settings.
             """
             ...
@@ -203,7 +203,7 @@ class Policy(nn.Module):
             ...
 
         def prompt_tokens(self, task: str) -> int:
-            """Count the tokens of a prompt: the learner evaluates instructions of one length together."""
+            """Count the tokens of a prompt, by which the learner batches instructions."""
             ...
 
         def activation_bytes(

@@ -143,7 +143,7 @@ class Replay:
         self.lifecycle.drop(failure.number, "dropped_poisoned", failure=replace(failure, left=left))
 
     def _starts_left(self, failure: GroupFailure) -> int:
-        """By the actor if nothing is known; -1: unknown name."""
+        """Start states left, as the actor reports if nothing is known; -1: unknown name."""
         found = self.state.limiter.episode_format
         if found.simulator is not None:
             return ENDLESS if is_start_of(found.simulator.name, failure.start_state) else -1
@@ -155,7 +155,7 @@ class Replay:
 
     @property
     def exhausted_reason(self) -> str:
-        """Reason why no further group will ever be ready; empty while there is hope."""
+        """Reason why no further group will ever be ready; empty while one may be."""
         limiter = self.state.limiter
         heard = [name for name, actor in limiter.actors.items() if actor.heard_at > -math.inf]
         actors = [limiter.actors[name] for name in heard if not limiter.timed_out(name)]
@@ -170,7 +170,7 @@ class Replay:
 
     @property
     def filter_end_reason(self) -> str:
-        """Reason why the filter ends the run, which is no failure; empty while there is hope."""
+        """Reason why the filter ends the run (not a failure); empty while a group may still teach."""
         limiter, filtered = self.state.limiter, self.state.filtered
         ready, needed = len(limiter.ready), limiter.groups_per_update
         if filtered.groups < MAX_FILTERED_BATCHES * needed or ready >= needed:

@@ -172,7 +172,7 @@ class ZmqLearnerPort:
         tell: Callable[[str], None] = print,
         poll: Callable[[], object] = lambda: None,
     ) -> None:
-        """Open the port; `poll` is called while it waits for a status, and what it raises ends the wait."""
+        """Open the port; `poll` is called during waits for a status; its exceptions end the wait."""
         self._tell, self._poll, self._leads = tell, poll, rank == 0
         self._stop_sent = False
         role, name = (RANK, f"learner-{rank}") if rank else ("learner", "learner")

@@ -269,7 +269,7 @@ def read_entries(path: Path, warn: Callable[[str], None]) -> Iterator[Entry]:
     """Read the whole lines of a ledger, also while it is written; others are reported and skipped.
 
     A line is believed if its checksum covers that of the last believed line, or the one that the line before
-    it claims: so reading goes on behind a damaged line. Damage in a checksum costs the next line too.
+    it claims: so reading continues after a damaged line. Damage in a checksum loses the next line too.
     """
     if not path.exists():
         return

@@ -5,7 +5,7 @@
          │           └────────drop─────────┴──────────► closed, dropped: too old, incomplete, not usable
          └─────────────────────────────────────────────── `to_grant_again`, under the same number
 
-A resume reopens what a lost update used: closed, used ──remove, make_ready──► ready.
+A resume reopens groups of lost updates: closed, used ──remove, make_ready──► ready.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Carry one group from its last episode to its end: its file, its event in the ledger, and its receipts.
+"""Life of a complete group: its file, its event in the ledger, and its receipts.
 
 While the disk is full, or no file can be opened, complete groups stay in memory and no new group is granted:
 the credit bounds the memory. After an interruption `recover` brings the groups back from ledger and files
@@ -246,7 +246,7 @@ class DiskWait:
         self._failed_at = self._clock()
 
     def over(self, number: int) -> None:
-        """Record that a group was written or given up."""
+        """Remove a group that was written or given up."""
         if number in self.groups:
             waited = self.seconds
             self.groups.discard(number)

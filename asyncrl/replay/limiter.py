@@ -233,7 +233,7 @@ class Limiter(GroupTable):
     def plan_resume(
         self, version: int, stored: Mapping[int, GroupFile], *, in_turns: bool = False
     ) -> tuple[list[int], dict[int, ReceiptStatus]]:
-        """Plan the changes before a learner begins at `version`, so that it sees what it would have seen.
+        """Plan the changes before a learner begins at `version`, to give it an uninterrupted run's groups.
 
         Open groups (their actors are gone), groups of later versions, and those of another world, sampling or
         group size are imagined again under the same numbers, which decide start states and seeds. Groups that

@@ -1,4 +1,4 @@
-"""Peers of the replay: who may talk to it, who is there, and the way back to them."""
+"""Peers of the replay: their admission, their list, and messages to them."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class Peers:
             self.sender.send(peer, "settings_reply", **about, **whose)
 
     def send_quarantined(self, peer: bytes) -> bool:
-        """Send an actor the quarantined start states that it does not know; False if it accepts no more."""
+        """Send an actor the quarantined start states that it does not know; False if its queue is full."""
         actor = self.replay.state.limiter.actors[self.actors[peer]]
         for name in self.replay.state.quarantine.names[actor.names_sent :]:
             if not self.sender.send(peer, "quarantined", start_state=name):

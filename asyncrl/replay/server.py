@@ -72,7 +72,7 @@ def serve_replay(
 
 
 class ReplayServer:
-    """The loop around one ROUTER socket."""
+    """Serves actors and learner ranks over one ROUTER socket."""
 
     def __init__(
         self,
@@ -309,7 +309,7 @@ class HandOver:
                 self.forget(rank)  # It will ask again.
 
     def _send(self, rank: bytes, number: int) -> bool:
-        """True if the rank has all messages of a group, or none will come; else all are sent again."""
+        """Return False if the group has to be sent again; True if it was sent, or reported as lost."""
         try:
             group = self._batches.load(number)
         except OutOfFiles:  # Tried again in the next pass.

@@ -104,7 +104,7 @@ class EpisodeStore:
         return self._move(self._remove(number).path, "set_aside")
 
     def holds(self, number: int, episode_id: str) -> bool:
-        """True if an episode is in a group's file, or was in the removed one that is to be sealed again."""
+        """True if an episode is in a group's file, or was in one that `remove` deleted."""
         group_file = self.group_files.get(number)
         return episode_id in (group_file.episode_ids if group_file else self._removed.get(number, ()))
 

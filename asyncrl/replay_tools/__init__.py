@@ -1,1 +1,1 @@
-"""The `asyncrl replay` commands: list, draw, verify, export and clean up what a replay holds."""
+"""The `asyncrl replay` commands: list, draw, verify, export and delete the episodes of a replay."""

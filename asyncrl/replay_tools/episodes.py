@@ -222,7 +222,7 @@ def find_group(folder: Path, number: int) -> list[Episode]:
 
 
 def warn(line: str) -> None:
-    """Report on stderr what was left out."""
+    """Report the omitted groups on stderr."""
     print(line, file=sys.stderr)
 
 

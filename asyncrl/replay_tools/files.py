@@ -109,7 +109,7 @@ class Prune(ReplayCommand):
     """Only say what would be deleted."""
 
     def run(self) -> int:
-        """Delete, lowest number first, and say what it frees."""
+        """Delete, lowest number first, and print the bytes freed."""
         folder = self.folder
         with nullcontext() if self.dry_run else locked(folder):
             paths = watched(sorted(folder.glob(PATTERN)), "reading groups")
@@ -199,7 +199,7 @@ class Export(stored.EpisodeSelection):
             raise ConfigError(f"--out {self.out} must end in .h5 or .hdf5 for robomimic.")
 
     def run(self) -> int:
-        """Write the data set and print its contents, and what was left out."""
+        """Write the data set and print its contents and the omitted episodes."""
         write = write_robomimic if self.format == "robomimic" else write_lerobot
         # Nothing is created for nothing: the first episode is looked for before the output is opened.
         if not any(True for _ in self._samples(Counter())):

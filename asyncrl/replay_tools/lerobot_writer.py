@@ -63,7 +63,7 @@ Arrays = dict[str, NDArray[Any]]  # Columns by name, ``[T, ...]``
 
 
 def pictures_of(samples: Samples) -> Arrays:
-    """Return what every camera saw, ``[T, H, W, 3]`` uint8, the first camera first."""
+    """Return the pictures of every camera, ``[T, H, W, 3]`` uint8, the first camera first."""
     more = np.moveaxis(samples.more_images, 1, 0)
     others = {f"observation.images.{camera_name(n)}": images for n, images in enumerate(more)}
     return {IMAGE: samples.images, **others}

@@ -248,7 +248,7 @@ class Comparison:
 
     @property
     def verdict(self) -> Verdict:
-        """Return how far both agree; log-probs of `evaluate` and `act` are never equal bit for bit."""
+        """Return the agreement of both; log-probs of `evaluate` and `act` are never equal bit for bit."""
         agreed = self.same_end and not self.logprob_gap > CLOSE_LOGPROBS
         if agreed and self.frame_gap == 0 and self.score_gap == 0:
             return "equal"

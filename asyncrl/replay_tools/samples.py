@@ -45,7 +45,7 @@ class Samples:
 
 
 def camera_name(number: int) -> str:
-    """Return the name of another camera, from 0, which a replay does not know."""
+    """Name a further camera by its number from 0, because a replay stores no names."""
     return f"camera_{number + 1}"
 
 
@@ -53,7 +53,7 @@ def samples_of(episode: Episode, rate: Rate) -> Samples | None:
     """Cut an episode into samples; None at the rate of steps when its video was not kept.
 
     At the rate of steps observation t is the last frame before action t: the first observation of the
-    episode, then the video frame that action t - 1 made. What came after the end is left out.
+    episode, then the video frame that action t - 1 made. Steps after the end are omitted.
     """
     length = episode.steps
     if rate == "decision":

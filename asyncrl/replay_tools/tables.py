@@ -61,7 +61,7 @@ class Show(stored.ReplayCommand):
     """Its id, or the beginning of it."""
 
     def run(self) -> int:
-        """Print its scalars and why it ended, then one row per decision."""
+        """Print an episode's scalars and the reason of its end, then one row per decision."""
         row = stored.find_row(self.folder, self.episode)
         kept, (height, width) = len(row.episode.video), row.episode.frames.shape[1:3]
         scalars = scalar_types(version_of(row.episode))
@@ -133,7 +133,7 @@ def _action(action_A: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Stats(EpisodeSelection):
-    """Sum up: success by task and policy version, lag of the decisions, lengths of the episodes."""
+    """Summarise success by task and policy version, lag of decisions, lengths of episodes."""
 
     json: bool = False
     """Print JSON instead of bars."""

@@ -1,1 +1,1 @@
-"""Reward models, which tell from a frame and a task how probable success is."""
+"""Reward models: the probability of success from a frame and a task."""

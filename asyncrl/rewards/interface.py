@@ -50,7 +50,7 @@ class RewardModel(Protocol):
 def deciding_step(
     scores_NC: NDArray[np.float32], threshold: float, frames: SuccessFrames
 ) -> tuple[int, int] | None:
-    """Return decision and step that get the reward and end what learning counts; None without a success.
+    """Return the decision and step that get the reward and end the episode for learning; None without one.
 
     RLinf pays the score of the frame that ends the decision, so a success that relapses within it returns 0.
     Here ``frames=1`` pays it; ``"last"`` neither pays nor ends it.

@@ -1,4 +1,4 @@
-"""ResNet reward models of any size: their files, ours and published ones, and the judges that a run names.
+"""ResNet reward models of any size: their files, ours and published ones.
 
 The published networks are distinguished by the names of their tensors, and their sizes read from the shapes:
 
@@ -259,7 +259,7 @@ class GroupedReward:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFiles:
-    """A reward model on disk: everything about it but the numbers."""
+    """A reward model on disk, without its weights."""
 
     weights: TensorFiles
     config: RewardConfig

@@ -356,7 +356,7 @@ class SimulatorSource:
         return min(getattr(kind, "usual_places", 16), getattr(kind, "most_places", 16))
 
     def may_have_expert(self) -> bool:
-        """True if the class has an `expert`, or if only a worker can tell: a function makes the simulator."""
+        """True if the class has an `expert`, or a function makes the simulator: then only a worker knows."""
         kind = registry.resolve("simulator", self.name)
         return not isinstance(kind, type) or hasattr(kind, "expert")
 

@@ -63,7 +63,7 @@ class SlotAnswer:
 
 
 class _InProcess:
-    """Stands in for a worker process: carries requests out when answers are asked for."""
+    """Replaces a worker process: carries requests out when answers are requested."""
 
     def __init__(self, simulator: Simulator) -> None:
         self.spec = simulator.spec
@@ -189,7 +189,7 @@ class SimulatorPool(AbstractContextManager["SimulatorPool"]):
         self.slots = self.places * len(self._members)
 
     def reset(self, slot: int, start: SimStart, expert: Demonstrator | None = None) -> None:
-        """Ask for an episode; the answer comes with `ready`."""
+        """Request an episode; the answer comes with `ready`."""
         self._ask(slot, do="reset", start=asdict(start), expert=expert and asdict(expert))
         self._starts[slot] = start
 

@@ -83,7 +83,7 @@ class Worker:
         self._waiting: list[_Turn] = []
 
     def take(self, requests: Sequence[Message]) -> list[Message]:
-        """Carry out what can be; return the answers, in no particular order."""
+        """Carry out all possible requests; return the answers, in any order."""
         answers = []
         for request in requests:
             todo = dict(request)

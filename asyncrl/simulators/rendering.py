@@ -1,6 +1,6 @@
 """Draw pictures of a MuJoCo model with OpenGL, without a screen: ``MUJOCO_GL`` if set, else EGL, else OSMesa.
 
-Libraries are tried with ctypes before mujoco is imported, whose own failures are long tracebacks.
+Libraries are tried with ctypes first, because mujoco's import fails with long tracebacks.
 """
 
 import atexit

@@ -44,7 +44,7 @@ def unfinished(path: Path) -> Path:
 
 
 def publish(part: Path, final: Path) -> None:
-    """Sync a file or folder with its content, and rename it to `final`, replacing what was there."""
+    """Sync a file or folder with its content, and rename it to `final`, replacing an existing one."""
     for path in [*part.rglob("*"), part]:
         flush(path)
     replaced = unfinished(final.with_name(final.name + ".replaced"))

@@ -1,4 +1,4 @@
-"""Save and load what a run needs to resume: policy, optimizer, random states and counters. No pickle.
+"""Save and load the state of a run: policy, optimizer, random states and counters. No pickle.
 
 run_dir/checkpoints/update_000040/
   (policy files)           so the folder works as --policy
@@ -294,7 +294,7 @@ def keep_copy(checkpoint: Path, target: Path) -> None:
 
 
 def clean_up(run_dir: Path) -> None:
-    """Remove what a killed evaluator left; the former best version is restored if there is no other."""
+    """Remove remains of a killed evaluator; the former best version is restored if there is no other."""
     folder = run_dir / FOLDER
     best, before = folder / BEST, folder / BEFORE
     if before.exists() and not best.exists():

@@ -1,4 +1,4 @@
-"""Owner of a run folder: one at a time, with the secret that its processes know each other by.
+"""The owner of a run folder, one at a time, and the secret of its processes.
 
     RUN/lock             pid, host and start of rank 0, for people; the lock itself is the kernel's (flock)
     RUN/identity.json    mode 0600: a random secret, the number of starts, and the folder it was made for
@@ -128,7 +128,7 @@ def owner(run_dir: Path) -> Owner | None:
 
 
 def left_by(run_dir: Path) -> Owner | None:
-    """Read who died while owning a run folder; None if it was released, or its owner lives."""
+    """Read the owner of a run folder that died; None if it was released, or its owner lives."""
     return _read(run_dir) if owner(run_dir) is None else None
 
 

@@ -54,7 +54,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o644) -> int
 
 
 def kind_of(path: Path) -> str:
-    """Name what is at `path` in two words; empty for a regular file, or if nothing is there."""
+    """Name the kind of `path` in two words; empty for a regular file, or if nothing is there."""
     try:
         return _kind(path.lstat().st_mode)
     except OSError:
@@ -81,7 +81,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def files_in(folder: Path, *suffixes: str) -> list[Path]:
-    """List by name what ends in one of `suffixes`, also in capitals, in a folder, without hidden files."""
+    """List a folder's files that end in one of `suffixes`, also in capitals, by name, without hidden ones."""
     entries = folder.iterdir() if folder.is_dir() else ()
     return sorted(path for path in entries if path.suffix.lower() in suffixes and path.name[0] != ".")
 
@@ -111,7 +111,7 @@ def remove(path: Path) -> None:
 
 
 class CannotLock(ConfigError):
-    """A lock cannot be taken, for another reason than that a process holds it."""
+    """A lock cannot be taken, although no process holds it."""
 
 
 def take_lock(path: Path, handle: int, kind: int = fcntl.LOCK_EX) -> bool:

@@ -1,4 +1,4 @@
-"""Folders of worlds: which kind they hold, and the parts that all kinds share.
+"""Folders of worlds: their kind, and the parts that all kinds share.
 
 A kind is recognised by names of tensors. Folders that asyncrl wrote have ``world.json`` too, with the kind
 and the facts that shapes do not tell; without it the facts of the published worlds apply.
@@ -333,7 +333,7 @@ class FolderWorld(ABC):
 
 
 def refuse(problems: Mapping[str, bool]) -> None:
-    """Raise ConfigError for the first problem, the text behind ``--imagination.``, that is there."""
+    """Raise ConfigError for the first problem, a text after ``--imagination.``, that is not empty."""
     for problem in (problem for problem, there in problems.items() if there):
         raise ConfigError(f"--imagination.{problem}")
 
@@ -387,7 +387,7 @@ def transformer_files(folder: Path, own: Sequence[str], named: Sequence[str] = (
 
 
 def shape_of(files: TensorFiles, model: str, name: str, axes: int) -> torch.Size:
-    """Return the shape of a tensor that tells a size of `model`."""
+    """Return the shape of a tensor that determines a size of `model`."""
     shape = files.shapes.get(name)
     if shape is None or len(shape) != axes:
         seen = f"lacks tensor {name}" if shape is None else f"has {name} of shape {list(shape)}"

@@ -24,7 +24,7 @@ State = TypeVar("State", bound="WorldState")
 def imagine(
     world: World[State], state: State, actions: Tensor | NDArray[np.float32], noise_seeds: Sequence[int]
 ) -> tuple[Tensor, State]:
-    """Draw frames by `World.imagine`, and refuse others than it promises."""
+    """Call `World.imagine`, and refuse frames of another shape or dtype."""
     frames, state = world.imagine(state, actions, noise_seeds)
     shape = (len(noise_seeds), actions.shape[1], world.image_size, world.image_size, 3)
     check_pictures(frames, shape, "frames of --world, by imagine(),")
@@ -66,7 +66,7 @@ class World(Protocol[State]):
         """Read a world for inference.
 
         Args:
-            folder: Of --world, or behind its @.
+            folder: Of --world, or after its @.
             settings: --imagination.*; unsupported ones are refused.
             own: Of ``[world.settings]`` or --world-settings.
         """

@@ -75,7 +75,7 @@ class FrameVaeConfig(Typed):
 
 
 class FrameVae(nn.Module):
-    """diffusers' AutoencoderKL with its names of tensors, and nothing that a setting of it could change."""
+    """diffusers' AutoencoderKL with its tensor names and one fixed configuration."""
 
     def __init__(self, size: FrameVaeConfig, *, at_once: int = 16, channels_last: bool = True) -> None:
         """Build with random weights; `at_once` frames are coded together, which bounds the memory."""

@@ -1,4 +1,4 @@
-"""Read start states from RLinf's folders of ``traj*.npy``, without running what they name.
+"""Read start states from RLinf's folders of ``traj*.npy``, without running code that they name.
 
 Each file is an array of one dict per frame: ``image`` uint8 ``[H, W, 3]``, ``delta_action`` ``[7]`` (the
 action that produced the frame), ``instruction`` or ``task``, and perhaps ``init_ee_pose`` or ``abs_action``
@@ -137,10 +137,10 @@ _Python: Any = vars(pickle)["_Unpickler"]  # The one written in Python, whose in
 
 
 class _Unpickler(_Python):
-    """Python's unpickler, in which a name is only a text.
+    """Python's unpickler, which treats names as text and imports nothing.
 
-    Five of numpy's and Python's functions are answered to such texts; nothing else is ever called, and states
-    are given to arrays alone.
+    Five names of numpy's and Python's functions are resolved; nothing else is ever called, and only arrays
+    get a state.
     """
 
     dispatch: ClassVar[dict[int, Callable[..., None]]] = dict(_Python.dispatch)

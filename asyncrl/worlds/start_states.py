@@ -213,7 +213,7 @@ def start_state_at(states: Sequence[T], seed: int, n: int) -> T:
 
 
 def check_elapsed(states: Sequence[StartState], max_decisions: int) -> None:
-    """Check that episodes which begin on the way have decisions left to make."""
+    """Check that episodes from key frames have decisions left."""
     late = next((state for state in states if max_decisions and state.elapsed >= max_decisions), None)
     if late is not None:
         raise ConfigError(
@@ -223,7 +223,7 @@ def check_elapsed(states: Sequence[StartState], max_decisions: int) -> None:
 
 
 class StartStateStream:
-    """An endless list of start states whose n-th element depends on `seed` and n only."""
+    """An endless list of start states; element n depends on `seed` and n only."""
 
     def __init__(self, states: Sequence[StartState], seed: int) -> None:
         if not states:

@@ -130,7 +130,7 @@ class OpenVLAOFTPolicy(Policy):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the compute dtype, which that of weights in training may differ from."""
+        """Return the compute dtype; weights in training may have another."""
         return self.config.torch_dtype
 
     @property
@@ -317,7 +317,7 @@ class OpenVLAPolicy(OpenVLAOFTPolicy):
     def embed(
         self, inputs: PolicyInputs, tokens_BK: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, int]:
-        """Embed the prompt and all tokens but the last, which speaks for nothing; None: the prompt alone."""
+        """Embed the prompt and all tokens but the last, which predicts nothing; None: the prompt alone."""
         embeddings, mask = self.embed_prompt(inputs)
         last_prompt = embeddings.shape[1] - 1
         if tokens_BK is None:

@@ -59,7 +59,7 @@ def words_for(tasks: Iterable[str]) -> tuple[str, ...]:
 
 
 def build_word_tokenizer(words: Iterable[str] = WORDS) -> Tokenizer:
-    """Build one token per word, punctuation mark or line break; ids 0, 1, 2 are `<unk>`, `<s>`, `</s>`."""
+    """Build a tokenizer of words, punctuation marks and line breaks; ids 0, 1, 2: `<unk>`, `<s>`, `</s>`."""
     pieces = [UNKNOWN, BEGIN, END, *_OF_PROMPT, *words]
     vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
@@ -89,7 +89,7 @@ class PromptTokenizer:
 
     @classmethod
     def from_file(cls, path: Path, *, pad_id: int) -> PromptTokenizer:
-        """Read a `tokenizer.json`; raises CheckpointError if it is missing or no tokenizer."""
+        """Read a `tokenizer.json`; raises CheckpointError if it is missing or invalid."""
         if not path.is_file():
             raise CheckpointError(
                 f"{path} is missing: instructions cannot become tokens. "

@@ -34,7 +34,7 @@ _MAX_GEOMS: Final = 1000  # Most shapes that the official environment draws.
 
 
 def drawing_device() -> str:
-    """Return the number of the EGL device that draws: the first that CUDA may use. Empty: EGL's first."""
+    """Return the number of the EGL device for drawing: the first that CUDA may use; empty: EGL's first."""
     if require_backend() != "egl" or os.environ.get("MUJOCO_EGL_DEVICE_ID"):
         return ""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
@@ -224,7 +224,7 @@ def numpy_generator(entropy: Sequence[int]) -> Iterator[None]:
 
 
 class _Fixture:
-    """Stands in for the sampler of a fixture: returns the pose that was drawn for the episode."""
+    """Replaces the sampler of a fixture: returns the pose that was drawn for the episode."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
@@ -237,7 +237,7 @@ class _Fixture:
         self.position, self.rotation, _ = self._sampler.sample()[self._body.name]
 
     def sample(self, fixtures: Mapping[str, Any] | None = None, **_: Any) -> dict[str, Any]:
-        """Add its placement, as LIBERO's samplers do."""
+        """Add the fixture's placement to those of others, as LIBERO's samplers do."""
         return {**(fixtures or {}), self._body.name: (self.position, self.rotation, self._body)}
 
 

@@ -198,7 +198,7 @@ def _preset_macros() -> None:  # Before robosuite's other modules read them.
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress what the libraries print and warn of."""
+    """Suppress output and warnings of the libraries."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -45,7 +45,7 @@ class GraspReward:
         self._in_row, self._was_grasped, self._was_held, self._before = int(held), held, False, 0.0
 
     def step(self, *, success: bool, held: bool) -> float:
-        """Return the reward of a step, after which `success` and `held` are so."""
+        """Return the reward of a step with this success and grasp."""
         self._in_row = self._in_row + 1 if held else 0
         self._was_grasped |= held
         self._was_held |= self._in_row >= HELD_STEPS
@@ -70,7 +70,7 @@ class ManiSkillSettings:
     objects: Literal["train", "test", "all"] = "train"  # Set that tasks with published policies draw from
 
     def check(self, name: str, task: tasks.ManiSkillTask) -> None:
-        """Refuse unknown values, and what the task does not have."""
+        """Refuse unknown values, and settings that the task lacks."""
         interface.check_settings(self)
         if self.wrist and not task.wrist:
             raise ConfigError(

@@ -1,6 +1,6 @@
 """The networks of an EVAC world besides its U-Net, its sizes, and the conditions that they make.
 
-The first picture is encoded by OpenCLIP's vision transformer (the last layer, without the norm behind it;
+The first picture is encoded by OpenCLIP's vision transformer (the last layer, without its norm;
 DynamiCrafter, arXiv 2310.12190). Two resamplers turn that picture,
 and the motion of each frame, into tokens (Flamingo, arXiv 2204.14198).
 
@@ -63,7 +63,7 @@ class ImageEncoderConfig(Typed):
 
 
 class ImageEncoder(nn.Module):
-    """OpenCLIP's vision transformer behind the resizing and normalising of pictures."""
+    """OpenCLIP's vision transformer, with resizing and normalising of its pictures."""
 
     def __init__(self, size: ImageEncoderConfig) -> None:
         super().__init__()

@@ -266,7 +266,7 @@ def file_name(part: str) -> str:
 
 
 def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts of world.json: those of a config that shapes do not tell."""
+    """Return the facts of world.json: those of a config that shapes do not determine."""
     parts = {name: {key: config[name][key] for key in keys} for name, keys in _FACTS.items()}
     return parts | {name: config[name] for name in _OTHER_FACTS}
 
@@ -326,7 +326,7 @@ def _tower_names(shapes: Mapping[str, torch.Size]) -> dict[str, str]:
 
 
 def _pose_names(shapes: Mapping[str, torch.Size]) -> dict[str, str]:
-    """Find the layers by their shapes: their names are not agreed upon."""
+    """Find the layers by their shapes, because their names vary."""
     weights = {name: s for name, s in shapes.items() if name.endswith("weight") and len(s) == 2}
     hidden = [out for out, inputs in weights.values() if inputs == ACTION_DIM + POSE_DIM][:1]
     sizes = [(n, m) for h in hidden for n, m in ((h, ACTION_DIM + POSE_DIM), (h, h), (POSE_DIM, h))]

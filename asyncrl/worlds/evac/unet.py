@@ -76,7 +76,7 @@ class CausalConv(nn.Conv3d):
 
 
 class TemporalConv(nn.Module):
-    """Four causal convolutions over the frames, added to what comes in."""
+    """Four causal convolutions over the frames, added to the input."""
 
     def __init__(self, channels: int, groups: int) -> None:
         super().__init__()

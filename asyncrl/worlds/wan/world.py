@@ -191,7 +191,7 @@ class WanWorld(FolderWorld):
 def denoise(
     velocity: Callable[..., Tensor], given_BZ2hw: Tensor, actions_BTA: Tensor, noise_BZ2hw: Tensor, steps: int
 ) -> Tensor:
-    """Draw two new latents from noise behind the given ones, anchor and memory: float32, normalised."""
+    """Draw two new latents from noise after the given ones, anchor and memory: float32, normalised."""
     _, is_new = _constants(given_BZ2hw.device, actions_BTA.shape[-1])
     new_BZ2hw = noise_BZ2hw
     for sigma, following in pairwise(sampling_sigmas(steps)):
