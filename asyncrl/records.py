@@ -237,7 +237,7 @@ class Episode:
 
 
 def returns_differ(lowest: Any, highest: Any, size: Any) -> Any:
-    """Return True if returns differ by more than the rounding of sums whose absolute values add to `size`."""
+    """Return True if returns differ by more than rounding; `size`: sum of the rewards' absolute values."""
     return highest - lowest > 1e-5 * size
 
 

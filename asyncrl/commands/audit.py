@@ -37,7 +37,7 @@ EPISODES: Final = 128  # By default, of simulators whose starts are seeds
 class AuditConfig(HeldOutConfig):
     """Imagine held-out episodes closed-loop, play their actions in the simulator, and compare.
 
-    What is left open is as in the run that the policy is of.
+    Settings left open are those of the policy's run.
     """
 
     checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[POLICY]")] = "tabletop"

@@ -127,7 +127,7 @@ def parse_placement(text: str, world_size: int, *, joined: bool = False) -> Plac
 
 
 def checked_placement(config: TrainConfig, world_size: int) -> Placement:
-    """Read the placement of a run; every learner rank needs a group of episodes of an update."""
+    """Read the placement of a run; an update needs at least one group per learner rank."""
     placement = parse_placement(config.placement, world_size, joined=bool(config.replay.listen))
     groups, ranks = config.algorithm.groups_per_update, len(placement.learners)
     if groups < ranks:
