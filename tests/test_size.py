@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 CEILINGS = {
     "": (1040, 8),
     "actors": (1133, 5),
-    "commands": (2420, 12),
+    "commands": (2424, 12),
     "config": (1109, 6),
     "devices": (410, 3),
     "doctor": (1238, 7),

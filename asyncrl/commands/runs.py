@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import tyro
 
@@ -83,8 +83,8 @@ def main(arguments: list[str]) -> int:
 
 PANELS: Final = {
     "success": {"imagined": m.SUCCESS_ONCE, "true": m.EVAL_SUCCESS},
-    "lag of the decisions (versions)": {"mean": s.LAG_MEAN, "largest": s.LAG_MAX},
-    "share of the time spent waiting": {"learner": s.LEARNER_WAITING, "actors": s.ACTORS_WAITING},
+    "lag (versions)": {"mean": s.LAG_MEAN, "largest": s.LAG_MAX},
+    "waiting (share)": {"learner": s.LEARNER_WAITING, "actors": s.ACTORS_WAITING},
 }
 COLOURS: Final = ("#2b6cb0", "#d97706")  # Of the first and the second curve of a panel
 
@@ -95,6 +95,8 @@ class PlotConfig(Bounded):
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN...")]
     """Runs of one kind, for example of several seeds."""
+    panels: tuple[Literal["success", "lag", "waiting"], ...] = ("success", "lag", "waiting")
+    """What to draw."""
     out: Path = Path("runs.png")
     """File to write, ending in .png."""
 
@@ -104,7 +106,7 @@ class PlotConfig(Bounded):
 
 
 def plot(config: PlotConfig) -> int:
-    """Draw one panel per entry of `PANELS`."""
+    """Draw the chosen ones of `PANELS`."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -115,8 +117,10 @@ def plot(config: PlotConfig) -> int:
     for run, rows in zip(config.runs, runs, strict=True):
         if not rows:
             raise ConfigError(f"{run / METRICS} has no update. Name folders of runs that have begun.")
-    figure = Figure(figsize=(12, 3.6), layout="constrained", dpi=120)
-    for axes, (title, curves) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
+    panels = {title: curves for title, curves in PANELS.items() if title.split()[0] in config.panels}
+    figure = Figure(figsize=(max(6, 4 * len(panels)), 3.6), layout="constrained", dpi=120)
+    drawn = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (title, curves) in zip(drawn, panels.items(), strict=True):
         for colour, (name, metric) in zip(COLOURS, curves.items(), strict=True):
             by_step: dict[int, list[float]] = {}
             for rows in runs:
