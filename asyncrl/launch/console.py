@@ -279,7 +279,7 @@ def nothing_learned(settings: AlgorithmSettings, row: Mapping[str, Any]) -> str:
     """Return why an update had nothing to learn, by its metrics; empty if it had."""
     algorithm = "" if registry.names_code(settings.advantage) else settings.kind
     mean, spread = row.get(m.RETURN.name), row.get(m.REWARD_STD.name)
-    advice = s.SIGNAL_GROUPS.advice.rpartition("; ")[2]
+    advice = s.SIGNAL_GROUPS.advice.partition("Low: ")[2]
     if algorithm == "grpo" and row.get(s.SIGNAL_GROUPS.name) == 0:
         return f"no group had both outcomes, so nothing was learned: {advice}"
     if not (algorithm == "ppo" and isinstance(mean, float) and isinstance(spread, float)):

@@ -28,8 +28,8 @@ FILTERED_GROUPS = define("""replay/filtered_groups, last, groups: Groups replace
 REPLAY_SUCCESS = define("""replay/success, mean, share: Successful episodes of all groups completed at the
     learner's last version, with filtered ones. Watch it with --algorithm.filter-groups.""")
 SIGNAL_GROUPS = define("""replay/signal_groups, mean, share: Groups of the batch whose episodes differ in
-    return. Near 1. Low: use --algorithm.filter-groups, other start states, or a larger --algorithm.group-size
-    or --algorithm.temperature.""")
+    return. Near 1. Low: use --algorithm.filter-groups, a larger --algorithm.group-size, other start states,
+    or a higher --algorithm.temperature.""")
 EPISODES = define("""replay/episodes, last, episodes: Episodes acknowledged since the run began. Grows by
     --algorithm.group-size times --algorithm.groups-per-update, plus filtered ones.""")
 DROPPED_LAG = define("""replay/dropped_lag, last, episodes: Dropped: older than --replay.max-lag allows.
