@@ -120,6 +120,7 @@ def test_a_run_that_is_alive_is_left_alone(living: Living, flags: list[str], cap
     assert Path(before["sockets"].decode()).is_dir(), "the copy names the folder, and did not delete it"
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_an_actor_that_is_killed_comes_back_ctrl_c_leaves_a_checkpoint_and_resume_goes_on(living) -> None:
     run, process = living.run, living.process
