@@ -18,7 +18,7 @@ CEILINGS = {
     "evaluation": (929, 5),
     "fitting": (4156, 15),
     "launch": (4491, 19),
-    "learner": (3256, 16),
+    "learner": (3259, 16),
     "messaging": (1042, 6),
     "observability": (2435, 12),
     "policies": (2868, 13),

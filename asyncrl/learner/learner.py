@@ -168,7 +168,10 @@ class Learner:
                 metrics |= batch_metrics(outcomes, self.version - 1)
                 self._publish()
             try:
-                self.write_metrics(self.version, metrics | self._status())
+                try:
+                    metrics |= self._status()
+                finally:  # An actor that died ends the run here, but the update was made.
+                    self.write_metrics(self.version, metrics)
             except Exception as error:  # The other ranks go on.
                 self._failure = self._failure or error
             doing = "updating"

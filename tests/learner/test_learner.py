@@ -196,7 +196,10 @@ def test_whatever_ends_the_run_the_last_finished_update_is_saved(tmp_path: Path,
         "status": ReplayError,
     }
 
+    written = list[int]()
+
     def at_version_3(step: int, values: object) -> None:
+        written.append(step)
         if step == 3:
             stop[0] = True
             run.replay.still = 1000.0 if part == "batch" else 0.0
@@ -209,6 +212,7 @@ def test_whatever_ends_the_run_the_last_finished_update_is_saved(tmp_path: Path,
     with pytest.raises(errors[part]):
         run.learner.run()
     assert saved(tmp_path) == ["update_000003"]
+    assert written == [1, 2, 3], "an update that is saved has a row"
     assert torch.equal(weights_in(tmp_path / "checkpoints" / "update_000003"), weights_after(run, 3))
     assert "stop" not in run.events
 
