@@ -113,7 +113,7 @@ def plot(config: PlotConfig) -> int:
         raise ConfigError(
             "asyncrl runs plot needs the package matplotlib. Install it with pip install 'asyncrl[plot]'."
         ) from None
-    runs = [list(read_json_lines(run.expanduser() / METRICS)) for run in config.runs]
+    runs = [list(read_json_lines(run.expanduser() / METRICS, {"step": int})) for run in config.runs]
     for run, rows in zip(config.runs, runs, strict=True):
         if not rows:
             raise ConfigError(f"{run / METRICS} has no update. Name folders of runs that have begun.")

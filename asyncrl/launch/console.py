@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import statistics
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -369,16 +370,20 @@ def pictures(config: TrainConfig, run_dir: Path, log: MetricsLogger) -> Callable
         from asyncrl.replay_tools.pictures import sheet_of
 
         chosen = version == config.updates or str(version).rstrip("0") in ("1", "2", "5")
-        if not (config.pictures and chosen):
+        if not (config.pictures and chosen and groups):
             return
         sheet = sheet_of([episode for group in groups for episode in group])
-        try:
-            make_folder(run_dir / VIDEOS)
-            with replacing(run_dir / VIDEOS / f"imagined_{version:06d}.png") as part:
-                sheet.save(part, "PNG")
-        except OSError as error:
-            log.banner(f"the picture of update {version} is not written: {error}")
         log.add_picture(version, "imagined/episodes", np.asarray(sheet))
+
+        def save() -> None:
+            try:
+                make_folder(run_dir / VIDEOS)
+                with replacing(run_dir / VIDEOS / f"imagined_{version:06d}.png") as part:
+                    sheet.save(part, "PNG")
+            except OSError as error:
+                log.banner(f"the picture of update {version} is not written: {error}")
+
+        threading.Thread(target=save, name="picture", daemon=True).start()  # A disk may block.
 
     return draw
 

@@ -172,10 +172,10 @@ class Learner:
                     metrics |= self._status()
                 finally:  # An actor that died ends the run here, but the update was made.
                     self.write_metrics(self.version, metrics)
+                self.show(self.version, groups)
             except Exception as error:  # The other ranks go on.
                 self._failure = self._failure or error
             doing = "updating"
-            self.show(self.version, groups)
             intervals = (self.settings.checkpoint_every, self.settings.evaluate_every)
             if any(every > 0 and self.version % every == 0 for every in intervals):
                 self._save()

@@ -1,6 +1,7 @@
 """What a run says at its end, by the world that it imagined in."""
 
 import json
+import threading
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -59,6 +60,10 @@ def test_some_batches_are_drawn_and_shown(tmp_path: Path, pictures: bool, drawn:
         show = console.pictures(config, tmp_path, log)
         for version in range(1, 8):
             show(version, [[make_episode(version, member, success=member > 0) for member in range(9)]])
+        show(5, [])  # A rank without groups.
+    for thread in threading.enumerate():
+        if thread.name == "picture":
+            thread.join()
     files = sorted((tmp_path / "videos").glob("*"))
     assert [file.name for file in files] == [f"imagined_{version:06d}.png" for version in drawn]
     for file in files:
