@@ -44,7 +44,7 @@ class AuditConfig(HeldOutConfig):
     """Run folder (its newest checkpoint), checkpoint, policy folder or shipped policy; of a class of your
     own: package.module:Class@FOLDER."""
     every_checkpoint: bool = False
-    """All that the run kept, a row each."""
+    """All checkpoints of the run, a row each."""
     world: str = "tabletop"
     """World model that imagines; see `asyncrl train --world`."""
     world_settings: tuple[str, ...] = ()
@@ -64,13 +64,13 @@ class AuditConfig(HeldOutConfig):
     success_threshold: Annotated[float, Within(0, 1, "it is a probability.", "Use 0.7.", open_below=True)] = (
         0.7
     )
-    """Probability of a frame that is a success."""
+    """Least probability of a successful frame."""
     success_frames: SuccessFrames = 1
-    """Such frames in a row for a success; last: a decision's last frame must be one."""
+    """Successful frames in a row for a success; last: a decision's last frame."""
     episodes: Annotated[int, AtLeast(0, "it counts episodes.", "Use 128.", SEEDS_PER_EVALUATION)] = 0
     """Episodes, where starts are seeds; 0: 128."""
     rows: Annotated[int, AtLeast(1, "a pass has a row.", "Use 16.", highest=65536)] = 16
-    """Episodes imagined together; filled up with copies: so results do not depend on --workers."""
+    """Episodes imagined together; padded with copies, so results do not depend on --workers."""
 
 
 HELP: Final = ShortHelp(

@@ -49,9 +49,9 @@ class CollectConfig(PlayConfig):
     seed: Annotated[int, AtLeast(0, "seeds are numbered from 0.", "Use 0.", highest=SEEDS)] = 0
     """First simulator seed. Below 1000000, which is where the seeds of `asyncrl evaluate` begin."""
     policy: str = ""
-    """Recorded instead of the expert: folder, run, shipped name, package.module:Class@FOLDER."""
+    """Policy instead of the expert: folder, run, shipped name, package.module:Class@FOLDER."""
     expert: Demonstrator = field(default_factory=Demonstrator)
-    """How good the expert is."""
+    """Quality of the expert."""
     horizon: Annotated[int, AtLeast(0, "it counts steps.", "Use 0.", highest=1_000_000)] = 0
     """Steps until an episode is given up; 0: as in the simulator's protocol."""
     image_size: Annotated[int, AtLeast(0, "it counts pixels.", "Use 0.", highest=PIXELS)] = 0
@@ -271,14 +271,14 @@ class Import(Bounded):
     out: Path
     """Folder for the recordings; must not hold any yet."""
     simulator: str = ""
-    """Of LIBERO: the suite; empty: the one that has these tasks, else the folder's name."""
+    """LIBERO: the suite; empty: the one that has these tasks, else the folder's name."""
     wrist: bool = True
-    """Of LIBERO: whether the camera at the wrist is kept, as `asyncrl collect` does there."""
+    """LIBERO: keep the wrist camera, as `asyncrl collect` does."""
     dataset: DataSetSettings = field(default_factory=DataSetSettings)
     """How LeRobot and robomimic are read."""
 
     def run(self) -> int:
-        """Import, and say how many."""
+        """Import, and print their number."""
         from asyncrl.fitting.robomimic import LIBERO_CAMERAS, open_libero
         from asyncrl.fitting.sources import import_data_sets, list_sources, open_data_sets
 
@@ -301,6 +301,6 @@ RECORDINGS: Any = subcommands({"list": ListFiles, "stats": TaskStats, "import": 
 
 
 def recordings(arguments: list[str]) -> int:
-    """Run one of them."""
+    """Run one of these commands."""
     wanted: Any = tyro.cli(RECORDINGS, args=arguments, prog="asyncrl recordings")
     return wanted.run()

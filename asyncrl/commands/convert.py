@@ -41,17 +41,17 @@ class ConvertConfig(Bounded):
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Folder to write; new or empty."""
     policy_settings: tuple[str, ...] = ()
-    """What a published SOURCE does not say itself: key=value, as of `asyncrl train`."""
+    """Settings that a published SOURCE lacks: key=value, as for `asyncrl train`."""
     adapter: str = ""
     """peft adapter folder to merge; with the layer names of the published model or of
-    asyncrl. Not one that lies inside SOURCE: there it is the record of what was merged."""
+    asyncrl. Not one inside SOURCE: that is the record of a merge."""
     original: str = ""
     """Published folder that training began with: provides the tensors that the policy does not use, and the
     files that only other stacks read."""
     dtype: Literal["source", "bfloat16", "float32"] = "source"
     """Type of the numbers written."""
     base_model: str = ""
-    """Hub identifier of the model that training began with, for the card; empty: it is not said."""
+    """Hub identifier of the model that training began with, for the card; empty: none is stated."""
     license: str = ""
     """Licence of the policy for the card, as hubs write it (mit, apache-2.0); empty: none is stated."""
 

@@ -51,7 +51,7 @@ class DoctorFlags(Bounded):
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print the findings as a JSON list."""
     long: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Also try the world, measure disk and links, and wait for what takes more than 10 s."""
+    """Also try the world, measure disk and links, and wait for checks of more than 10 s."""
     host: Annotated[int, AtLeast(0, "hosts are numbered from 0.", "Use 0.", highest=9999)] = 0
     """Number of this host, of --placement ROLE=RANKS@HOST."""
 
@@ -79,17 +79,17 @@ class CheckConfig(Bounded):
     kind: Annotated[
         Literal["policy", "world", "reward", "simulator"], tyro.conf.Positional, tyro.conf.arg(metavar="KIND")
     ]
-    """What it is: policy, world, reward or simulator."""
+    """Kind of part: policy, world, reward or simulator."""
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
     """As on the command line of a run: package.module:Class@FOLDER, a folder, or a built-in name."""
     settings: tuple[str, ...] = ()
     """Keywords of the class: key=value ..."""
     start_states: str = "tabletop"
-    """Where a world's episodes begin; a world folder of its own brings them, or name a file."""
+    """Starts of a world's episodes: those in its own folder, or a file that you name."""
     task: str = "put the red cube on the white plate"
     """An instruction that a reward model knows."""
     device: str = "cpu"
-    """Where it is tried: cpu, cuda, or auto."""
+    """Device of the test: cpu, cuda, or auto."""
 
 
 def main(arguments: list[str]) -> int:
@@ -122,7 +122,7 @@ def _check_simulator(config: SimulatorConfig) -> int:
 
 
 def check(arguments: list[str]) -> int:
-    """Print a line for each check that holds; the first that does not ends it with code 2."""
+    """Print a line for each check that passes; the first failure ends with code 2."""
     config = tyro.cli(CheckConfig, args=arguments, prog="asyncrl check")
     for line in _simulator(config) if config.kind == "simulator" else _model(config):
         print(f"ok  {line}", flush=True)

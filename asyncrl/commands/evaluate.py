@@ -43,11 +43,11 @@ class PlayConfig(Bounded):
     simulator_settings: tuple[str, ...] = ()
     """Keywords of the simulator's class: key=value ..."""
     tasks: tuple[str, ...] = ()
-    """Numbers or instructions; of simulators with stored starts. None: all."""
+    """Numbers or instructions; for simulators with stored starts. Empty: all."""
     temperature: Annotated[float, Within(0, 1000, "it must lie in 0..1000.", "Use 1.0, or 0 for greedy.")] = (
         1.0
     )
-    """Of the policy's action tokens; 0: always the most likely one."""
+    """Temperature of the action tokens; 0: always the likeliest one."""
     workers: Workers = WORKERS
     """Simulator processes."""
     device: str = "auto"
@@ -65,11 +65,11 @@ class HeldOutConfig(PlayConfig):
     """Flags of all commands that play held-out starts."""
 
     seed: Annotated[int, AtLeast(0, "random streams are numbered from 0.", "Use 0.", highest=SEEDS)] = 0
-    """Which held-out starts; of simulators whose starts are seeds. Of an audit also the noise."""
+    """Seed of the held-out starts; no effect on stored ones. In an audit also of the noise."""
     trials: Annotated[int, AtLeast(0, "it counts starts.", "Use 0 for all.", highest=1_000_000)] = 0
-    """Stored starts of each task; from the first on. 0: all."""
+    """Stored starts of each task, from the first; 0: all."""
     top_k: Annotated[int, AtLeast(0, "it counts tokens.", "Use 0 for all.", highest=1_000_000)] = 0
-    """Sample among so many of the most likely tokens; 0: among all."""
+    """Sample among this many most likely tokens; 0: among all."""
     json: str = ""
     """File for the result, with every episode."""
 
@@ -78,7 +78,7 @@ class HeldOutConfig(PlayConfig):
 class EvaluateConfig(HeldOutConfig):
     """Play a policy from held-out starts in a true simulator and count successes.
 
-    What is left open is as in the run that the policy is of.
+    Settings left open are those of the policy's run.
     """
 
     checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[POLICY]")] = ""
@@ -91,15 +91,15 @@ class EvaluateConfig(HeldOutConfig):
     horizon: Annotated[int, AtLeast(0, "it counts steps.", "Use 0.", highest=1_000_000)] = 0
     """Steps until an episode is given up; 0: as in the simulator's protocol."""
     image_size: Annotated[int, AtLeast(0, "it counts pixels.", "Use 0.", highest=PIXELS)] = 0
-    """Side of the pictures; 0: as in the simulator's protocol, else what the policy is best shown."""
+    """Side of the pictures; 0: as in the simulator's protocol, else the policy's preferred size."""
     other_tasks: bool = False
     """Play a run's policy in a simulator that lacks some of the tasks it was trained on."""
     expert: Demonstrator = field(default_factory=Demonstrator)
-    """How good the expert is, where it plays."""
+    """Quality of the expert, if it plays."""
     places: Annotated[int, AtLeast(0, "it counts episodes.", "Use 0.", highest=65536)] = 0
-    """Episodes of a process at once; 0: as many as the simulator likes."""
+    """Episodes of a process at once; 0: the simulator's usual number."""
     rows: Annotated[int, AtLeast(1, "a pass has a row.", "Use 8.", highest=65536)] = 8
-    """Rows of every pass of the policy, filled up with copies: so results do not depend on --workers."""
+    """Rows of every pass of the policy, padded with copies, so results do not depend on --workers."""
     video: str = ""
     """File for episodes, true and imagined: .mp4 (needs the extra 'video') or .gif."""
     world: str = "tabletop"

@@ -5,7 +5,7 @@ the old and the new world on held-out starts. The next round trains in the world
 This is the co-evolution (PACE) of WoVR, arXiv:2602.13977, between stretches of one run.
 
 Every stage is an `asyncrl` command in a process of its own, and done when its output has its final name: a
-command line that is given again goes on behind the last stage that was done.
+command line given again continues after the last completed stage.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ TITLES: Final = f"{'round':>5} {'imagined':>9} {'true':>7} {'wrong, old world':>
 
 
 def main(arguments: list[str]) -> int:
-    """Run all rounds, or those that are left."""
+    """Run all remaining rounds."""
     pace, rest = tyro.cli(PaceConfig, args=arguments, prog="asyncrl pace", return_unknown_args=True)
     if taken := [flag for flag in rest if flag.partition("=")[0] in OWN]:
         raise ConfigError(
@@ -142,7 +142,7 @@ class Rounds:
             self._audited = ["--trials", str(min(spec.trials, -(-pace.audit_episodes // len(spec.tasks))))]
 
     def check_settings(self) -> None:
-        """Write the settings into the folder, or compare them with those it was begun with."""
+        """Write the settings into the folder, or compare them with the earlier ones."""
         out, path = self._pace.out, self._pace.out / SETTINGS
         own = asdict(replace(self._pace, rounds=1, workers=1, data=(), out=Path()))
         asked = json.loads(json.dumps(own | {"train": self._flags}, default=str))

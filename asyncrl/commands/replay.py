@@ -1,7 +1,7 @@
 """`asyncrl replay list|show|video|sheet|stats|verify|imagine|export|prune`: look into a replay.
 
-All works on a live run except `prune`, which alone changes files and refuses on a live run.
-Only `imagine` runs models, and imports what they need when it does.
+All commands but `prune`, the only one that changes files, work on a live run. Only `imagine` runs models, and
+imports their packages only then.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class Imagine(ReplayCommand):
     """Imagine a group again from its stored actions and noise, and compare frames, scores and log-probs."""
 
     group: Annotated[int, tyro.conf.Positional, tyro.conf.arg(metavar="GROUP")]
-    """Its number."""
+    """Number of the group."""
     rows: Annotated[int, AtLeast(0, "it counts rows.", "Use 0 for those of the run.", highest=4096)] = 0
-    """Rows of every pass of the models: 1 is every member alone. 0: with --imagination.fixed-shape as many as
-    in the run, else the members that go on."""
+    """Rows of every pass of the models: 1 runs every member alone. 0: with --imagination.fixed-shape as many
+    as in the run, else the members still running."""
     device: str = "auto"
     """Where the models run: cpu, cuda, or auto."""
     policy: str = ""
-    """In place of the run's --policy, as for `train`. Classes of your own are named here again; so for the
-    next three."""
+    """In place of the run's --policy, as for `train`. Classes of your own must be named here again, as for
+    the next three."""
     world: str = ""
     """In place of the run's --world."""
     reward: str = ""

@@ -165,7 +165,7 @@ class StatusConfig(Bounded):
     watch: bool = False
     """Show it again and again until the run has ended."""
     every: Annotated[float, AtLeast(0.05, "it counts seconds.", "Use 5.", highest=SECONDS)] = 5.0
-    """Seconds between two looks of --watch."""
+    """Seconds between two reports of --watch."""
 
 
 STATUS: Any = tyro.conf.FlagCreatePairsOff[StatusConfig]

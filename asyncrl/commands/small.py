@@ -70,7 +70,7 @@ class ListSimulators:
 class LightScenes(Bounded):
     """Make light scenes of a LIBERO suite, drawn several times faster; used with scene=light.
 
-    Shapes that are only looked at are simplified and textures made smaller. They go to the user's cache
+    Purely visual shapes are simplified and textures made smaller. They go to the user's cache
     (XDG_CACHE_HOME). The physics stays the same to the bit; pictures look slightly different, so evaluate
     published policies in the stock scene.
     """

@@ -101,7 +101,7 @@ class CorrectionSettings(Bounded, section="correction."):
     """Correction of samples of older policies."""
 
     kind: str = "tis"
-    """How samples of older policies count. none: as fresh. naive: the clipped ratio is that to the behaviour
+    """How samples of older policies count. none: as fresh. naive: the clipped ratio uses the behaviour
     policy. tis: truncated importance weights. mis: weights outside the limits are 0 (with a lower limit:
     IcePop). decoupled: weights above the cap are 0. vtrace: corrected advantages and value targets; needs
     ppo. Or your own package.module:Class."""
@@ -143,10 +143,10 @@ class CriticSettings(Bounded, section="critic."):
     lam: Annotated[float, Within(0, 1, "it must lie in 0..1.", "Use 0.95.")] = 0.95
     """Lambda of GAE and V-trace."""
     truncation: Literal["bootstrap", "failure"] = "bootstrap"
-    """Value after a time limit. bootstrap: the critic's of the final observation. failure: 0, as the limit is
-    part of the task."""
+    """Value after a time limit. bootstrap: the critic's, for the final observation. failure: 0, as the limit
+    is part of the task."""
     value_clip: Annotated[float, AtLeast(0, "it is a distance.", "Use 0 for no clip.")] = 0.0
-    """Distance of a value from the one before the update at which its loss is clipped; 0 = no clip."""
+    """Change of a value during the update beyond which its loss is clipped; 0 = no clip."""
     huber: Annotated[float, Positive("it must be positive.", "Use 10.")] = 10.0
     """Error beyond which the value loss grows linearly."""
     normalize_advantages: bool = True

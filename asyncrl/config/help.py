@@ -47,7 +47,7 @@ class ShortHelp:
     examples: Sequence[str]
 
     def text(self, settings: Any) -> str:
-        """Format it with the values of `settings`."""
+        """Format the help with `settings`' values."""
         lines = [f"usage: {self.command} {self.usage}", ""]
         lines += textwrap.wrap(self.about or _about(type(settings)).partition("\n\n")[0], WIDTH)
         for heading, names in self.groups.items():
@@ -86,7 +86,7 @@ class ShortHelp:
 
 
 def subcommands(kinds: Mapping[str, type]) -> Any:
-    """Return the type that tyro reads one of several commands into, by their names."""
+    """Return the type by which tyro parses one of several commands by name."""
     import tyro
 
     named = [Annotated[kind, tyro.conf.subcommand(name=name)] for name, kind in kinds.items()]

@@ -38,7 +38,7 @@ class TrainConfig(Bounded):
     seed: Annotated[int, AtLeast(0, "random streams are numbered from 0.", "Use 0.", highest=SEEDS)] = 0
     """Seed of start states, episodes and noise."""
     resume: bool = False
-    """Go on with --run-dir, or the newest run: from its newest checkpoint."""
+    """Continue --run-dir, or the newest run: from its newest checkpoint."""
     inline: bool = False
     """All roles in one process, in turns: for debugging and tests. The lag is exactly --replay.max-lag, and a
     run can be repeated exactly."""
@@ -74,8 +74,8 @@ class TrainConfig(Bounded):
     keep_checkpoints: Annotated[int, AtLeast(1, "the newest one must stay.", "Use 3.")] = 3
     """Newest checkpoints that are kept."""
     evaluate_every: Annotated[int, AtLeast(0, "it counts updates.", "Use 5, or 0 for never.")] = 0
-    """Updates between two true measurements. The success in a simulator, besides the first and the last
-    policy's. 0: never. The best version stays in checkpoints/best."""
+    """Updates between two true measurements. Success in a simulator, besides that of the first and last
+    policy. 0: never. The best version stays in checkpoints/best."""
     pictures: bool = True
     """Draw imagined successes and failures after updates 1, 2, 5, 10, 20, 50 ... and the last, into
     RUN/videos and TensorBoard."""
@@ -133,12 +133,12 @@ class TrainConfig(Bounded):
 
     @property
     def success_frames(self) -> sections.SuccessFrames:
-        """`ActorSettings.success_frames`, or as --guard.kind has it."""
+        """`ActorSettings.success_frames`, unless --guard.kind overrides it."""
         return "last" if self.guard.kind == "lasting" else self.actor.success_frames
 
     @property
     def trust_region(self) -> float:
-        """`CorrectionSettings.trust_region`, or that of `auto`."""
+        """`CorrectionSettings.trust_region`, with `auto` resolved."""
         chosen = self.correction.trust_region
         small, large = learning.TRUST_REGIONS
         return chosen if chosen != "auto" else small if self.replay.max_lag <= learning.SMALL_LAG else large

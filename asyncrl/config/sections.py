@@ -18,7 +18,7 @@ class ActorSettings(Bounded, section="actor."):
     slots: Annotated[int, AtLeast(1, "an actor imagines at least one episode.", "Use 16.", highest=4096)] = 16
     """Episodes of an actor at the same time."""
     pipeline_stages: Literal[1, 2] = 1
-    """2: the slots decide in two halves in turns, so that host and GPU work at the same time (RLinf:
+    """2: two halves of the slots decide alternately, so that host and GPU work at the same time (RLinf:
     pipeline_stage_num)."""
     offload: bool = False
     """Keep the models in pinned host memory while there is nothing to imagine. No effect with --inline."""
@@ -137,7 +137,7 @@ class SimulatorSettings(Bounded, section="simulator."):
     """Simulator processes of each actor, which share its --actor.slots, and of --evaluate-every (there at
     least 1); LIBERO has one slot in each. 0: the actor's own process simulates, while the policy waits."""
     starts: Literal["random", "evaluation"] = "random"
-    """Starts of episodes. random: drawn below the seeds of evaluations. evaluation: stored starts, so that
+    """Starts of episodes. random: drawn from seeds below the evaluations'. evaluation: stored starts, so that
     `asyncrl evaluate` measures nothing new."""
     horizon: Annotated[int, AtLeast(0, "it counts steps.", "Use 0 for the simulator's.", highest=100_000)] = 0
     """Steps until an episode is truncated; 0: the simulator's own."""
@@ -196,10 +196,10 @@ class WeightSettings(Bounded, section="weights."):
     join. nccl: broadcast with the first host's, NOT encrypted: only on a private network. It takes a GPU per
     host."""
     timeout: Annotated[float, AtLeast(1, "a broadcast takes time.", "Use 60.", highest=SECONDS)] = 60.0
-    """Seconds after which a broadcast leaves an actor behind, and a joined one without the learner ends."""
+    """Seconds until a broadcast drops a slow actor, and until a joined actor ends without the learner."""
     listen: str = ""
     """Address of the weights for actors on other hosts, like tcp://10.0.0.5:5556, with --replay.keys. Empty:
-    that of --replay.listen with a free port."""
+    --replay.listen's host with a free port."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,8 +260,8 @@ class LearnerSettings(Bounded, section="learner."):
     gradient_checkpointing_every: Annotated[
         int, AtLeast(1, "it counts layers.", "Use 1 for all layers.", highest=1024)
     ] = 1
-    """With --learner.gradient-checkpointing: one of so many layers does so; 2: half of the time and of the
-    saving. OpenVLA-OFT with adapters and 32 decisions per pass takes 22 GiB, with 4 63 GiB and is 1.28 times
+    """With --learner.gradient-checkpointing: one in this many layers does so; 2: half of the time and of the
+    saving. OpenVLA-OFT with adapters and 32 decisions per pass takes 22 GiB; with 4, 63 GiB and is 1.28 times
     as fast."""
     offload: bool = False
     """Keep weights, gradient and optimizer state in pinned host memory while the learner waits."""

@@ -138,7 +138,7 @@ class DataSet(ABC):
             )
 
     def count_frames(self, samples: Sequence[int]) -> int:
-        """Count the frames that episodes of so many samples become."""
+        """Count the frames that episodes of these sample counts become."""
         return sum(-(-count // self.settings.stride) + 1 for count in samples)
 
     def episode(
@@ -203,7 +203,7 @@ class DataSet(ABC):
 
 
 def check_numbers(where: str, what: str, values: NDArray[Any], flag: str) -> NDArray[np.float32]:
-    """Return finite numbers ``[T, n]`` as float32; a ConfigError refuses others."""
+    """Return numbers ``[T, n]`` as float32; ConfigError unless all are finite."""
     problem = f"{values.dtype}{list(values.shape)}, expected numbers [T, A]"
     if values.ndim == 2 and values.shape[1] and values.dtype.kind in "fiub":
         found = values.astype(np.float32)
@@ -247,7 +247,7 @@ def place_picture(picture: NDArray[np.uint8], settings: DataSetSettings) -> NDAr
 
 
 def decode_picture(content: bytes, size: Sequence[int] = ()) -> NDArray[np.uint8]:
-    """Decode one picture of a size (empty: up to `PIXELS`), upright; a ValueError refuses other files."""
+    """Decode one picture of a size (empty: up to `PIXELS`), upright; ValueError for other files."""
     from PIL import Image, ImageOps
 
     try:

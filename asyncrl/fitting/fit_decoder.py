@@ -88,7 +88,7 @@ def imagine_episodes(
     seed: int,
     name: str,
 ) -> ImaginedVideos:
-    """Imagine one episode of so many decisions from each of ``E`` start states, also after a success."""
+    """Imagine `decisions` decisions from each of ``E`` start states, also after a success."""
     parts: list[tuple[Tensor, Tensor]] = []
     decoder = world.decoder
     try:

@@ -85,8 +85,8 @@ def executed(recordings: Recordings) -> NDArray[np.float32]:
 def action_range(recordings: Recordings) -> NDArray[np.float64]:
     """Return the first and the 99th percentile of each number of an action, ``[2, A]``.
 
-    Where they meet, as of a number that hardly ever moves, its extremes, `LEAST_RANGE` apart at least: what
-    lies outside the range is clipped.
+    If closer than `LEAST_RANGE`, as for a number that hardly moves: its extremes, at least that far apart.
+    Values outside are clipped.
     """
     actions = executed(recordings).astype(np.float64)
     if not len(actions):

@@ -32,12 +32,12 @@ PLACES: Final = "chunk-*/file-*.parquet"
 """Below meta/episodes: of each episode its length, and the files with its rows and frames."""
 DATA: Final = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO: Final = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
-"""Several episodes in a file, one row or frame per sample. Pictures that are no movies lie in the rows."""
+"""Several episodes in a file, one row or frame per sample. Pictures outside movies are in the rows."""
 AGAIN: Final = "Download or write the data set again."
 GRID: Final = 0.1
-"""How far, in frames, times may lie from where they belong. LeRobot's writer adds them up, so they drift."""
+"""Allowed error of times, in frames. LeRobot's writer sums times up, so they drift."""
 ORDER: Final = {"frame_index": 1, "index": 1, "timestamp": 0}
-"""Columns that tell the order of rows -> how many of theirs a step is; 0: seconds."""
+"""Columns that order the rows -> their increment per step; 0: seconds."""
 _NUMBERS: Final = ("float32", "float64", "int64", "int32", "int16", "int8", "uint8", "bool", "float16")
 
 
@@ -297,7 +297,7 @@ def _reading(path: Path) -> Iterator[None]:
 def _read_table(
     path: Path, columns: Sequence[str], texts: Sequence[str] = (), optional: Sequence[str] = ()
 ) -> Any:
-    """Read columns, the first one of `texts` that is there, and those of `optional` that are."""
+    """Read columns, the first of `texts` that exists, and all of `optional` that exist."""
     import pyarrow.parquet as pq  # pyright: ignore[reportMissingImports]
 
     with io.FileIO(open_regular(path), "rb") as raw:
@@ -365,7 +365,7 @@ class _Movie:
         self._at = -1.0
 
     def frames(self, begin: float, steps: NDArray[np.int64]) -> Iterator[NDArray[np.uint8]]:
-        """Decode the frames ``[H, W, 3]`` of rising steps of an episode that begins at so many seconds."""
+        """Decode the frames ``[H, W, 3]`` at rising steps of an episode that begins at `begin` seconds."""
         tolerance = GRID / self._rate
         for step in steps.tolist():
             seconds = begin + step / self._rate

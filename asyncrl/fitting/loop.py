@@ -74,7 +74,7 @@ class Kept:
         return cls(folder=folder, settings=json.loads(json.dumps(settings, default=str)))
 
     def check(self) -> bool:
-        """Return True if there is a state to go on from; a ConfigError if it is of other settings."""
+        """Return True if there is a state to resume from; ConfigError if its settings differ."""
         if not (self.folder / SETTINGS).exists():
             return False
         begun = read_json(self.folder / SETTINGS)

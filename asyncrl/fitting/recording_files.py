@@ -49,7 +49,7 @@ UNREADABLE: Final = (
 
 
 ROWS: Final = ("frames", "actions", "rewards", "success", "poses", "states", "more_frames")
-"""Datasets of a file with a row per frame; the last three where there are some."""
+"""Datasets of a file with a row per frame; the last three are optional."""
 BLOCK_BYTES: Final = 64 * 2**20  # Pictures moved at a time.
 
 
@@ -145,7 +145,7 @@ class Looks:
     rate: float = 0.0  # Steps per second; 0 if unknown.
 
     def fits(self, other: Looks) -> bool:
-        """Return True if all but the rate is equal, and the rate where both are known."""
+        """Return True if all properties are equal, the rate only if both are known."""
         same_rate = not (self.rate and other.rate) or abs(self.rate - other.rate) < 1e-6
         return same_rate and replace(self, rate=other.rate) == other
 
@@ -192,7 +192,7 @@ class Recordings(EpisodeArrays):
 
     @property
     def image_size(self) -> int:
-        """Return height and width of the pictures in pixels; a ConfigError refuses pictures not square."""
+        """Return height and width of the pictures in pixels; ConfigError unless they are square."""
         _, height, width, _ = self.frames.shape
         if height != width:
             raise ConfigError(
@@ -210,7 +210,7 @@ class Recordings(EpisodeArrays):
 
 
 def episodes_per_part(nbytes: int) -> int:
-    """Count the episodes, of so many bytes of pictures each, that share a file: at most 32 and 256 MiB."""
+    """Count the episodes with `nbytes` of pictures each that share a file: at most 32 and 256 MiB."""
     return max(1, min(32, 256 * 2**20 // max(1, nbytes)))
 
 

@@ -40,7 +40,7 @@ LIBERO_NUMBERS: Final = {
     "libero_goal": (0, 3, 5, 8, 1, 4, 6, 9, 2, 7),
     "libero_10": (5, 8, 7, 0, 1, 3, 4, 6, 9, 2),
 }
-"""The benchmark's number of each task in `INSTRUCTIONS`, which has another order."""
+"""The benchmark's number of each task in `INSTRUCTIONS`, whose order differs."""
 
 
 def holds_libero(file: h5py.File) -> bool:

@@ -28,17 +28,17 @@ class DataSetSettings(Bounded, section="dataset."):
     """Reading of LeRobot v3 folders and robomimic files. Recordings of our own need none of this."""
 
     cameras: tuple[str, ...] = ()
-    """Keys of the cameras; models see the first. None: the first one that is not at a wrist."""
+    """Keys of the cameras; models see the first. Empty: the first one that is not at a wrist."""
     action: str = ""
     """Key of the actions; empty: 'action' (LeRobot), 'actions' (robomimic)."""
     state: tuple[str, ...] = ()
-    """Keys of the robot's state, joined in this order. None: observation.state (LeRobot); position, rotation
-    and gripper of robot0 (robomimic), where they are there. 'none': no state."""
+    """Keys of the robot's state, joined in this order. Empty: observation.state (LeRobot); position, rotation
+    and gripper of robot0 (robomimic), if present. 'none': no state."""
     success: str = ""
     """Key that is above 0.5 where the task is solved; empty: 'next.success' (LeRobot), the attribute
     'success' of a demonstration or rewards of 0 and 1 (robomimic). 'none': nothing is solved."""
     solved: Literal["key", "end"] = "key"
-    """end: every episode is solved in its last picture, whatever its keys say: of demonstrations."""
+    """end: every episode is solved in its last picture, whatever its keys: for demonstrations."""
     task: str = ""
     """Instruction of all episodes, instead of the data set's."""
     simulator: str = ""
@@ -46,16 +46,16 @@ class DataSetSettings(Bounded, section="dataset."):
     image_size: Annotated[int, AtLeast(0, "it counts pixels.", "Use 128.", highest=PIXELS)] = 0
     """Height and width that pictures are resized to; 0: as they are stored."""
     aspect: Literal["stretch", "crop", "pad"] = "stretch"
-    """Of pictures that are not square: squeezed whole, cut to the middle, or with black bars."""
+    """For pictures that are not square: squeeze, cut to the middle, or add black bars."""
     flip: Literal["none", "vertical", "both"] = "none"
     """Lines stored from the bottom up: vertical. Both axes reversed: both."""
     stride: Annotated[int, AtLeast(1, "steps are counted from 1.", "Use 1.", highest=1000)] = 1
-    """Only every so many steps are taken: 3 makes 10 steps per second of 30."""
+    """Keep one in this many steps: 3 turns 30 steps per second into 10."""
     between: Literal["last", "sum"] = "last"
-    """With a stride, the action of a step. last: the last one of those it replaces, right for positions to
-    go to. sum: their sum but for the last number, the gripper's: right for motions."""
+    """With a stride, the action of a step. last: the last of those it replaces, for target positions. sum:
+    their sum, except of the last number, the gripper's: for motions."""
     episodes: Annotated[int, AtLeast(0, "episodes are counted.", "Use 0.")] = 0
-    """Only the first so many episodes of each data set; 0: all."""
+    """Use only the first episodes of each data set, this many; 0: all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,7 +77,7 @@ class Trained(Bounded):
     device: str = "auto"
     """cpu, cuda, or auto."""
     seed: Annotated[int, AtLeast(0, "random streams are numbered from 0.", "Use 0.", highest=SEEDS)] = 0
-    """Of the weights, of what is imagined, and of the order of examples."""
+    """Seed of the weights, of imagination, and of the order of examples."""
     steps: Steps
     """Optimizer steps."""
     batch: Examples
@@ -106,16 +106,16 @@ class Refinable(Trained, FromData):
     """Settings of fresh weights, which --refine excludes."""
 
     refine: str = ""
-    """What to start from instead of fresh weights."""
+    """Model to start from instead of fresh weights."""
     lora: LoraSettings = field(default_factory=LoraSettings)
     precision: Literal["fp32", "bf16"] = "fp32"
-    """With --refine. bf16: passes in bfloat16, and weights that rest stay as they are. fp32: these become
-    float32 too, and a GPU rounds only the factors of products. What is trained, and the optimizer's state,
-    are float32 in both."""
+    """With --refine. bf16: passes in bfloat16, and frozen weights stay as they are. fp32: these become
+    float32 too, and a GPU rounds only the factors of products. Trained weights and the optimizer's state are
+    float32 in both."""
     micro_batch: Annotated[int, AtLeast(0, "it counts examples.", "Use 0 for all.")] = 0
     """With --refine: examples that a rank computes at once; 0: all of its part of --batch."""
     gradient_checkpointing: bool = False
-    """With --refine: compute the layers again in the backward pass instead of keeping what they made."""
+    """With --refine: compute the layers again in the backward pass instead of keeping their activations."""
     compile: bool = False
     """Compile the model first: a minute or two at the start, then about twice as fast on a GPU."""
 
@@ -159,15 +159,15 @@ class FitPolicy(Refinable):
     size: Size = "tiny"
     """tiny: about 2 million parameters. small: 11 million."""
     statistics: Literal["auto", "q01_q99", "none"] = "auto"
-    """What the 256 tokens of a number span. q01_q99: the recordings' first to 99th percentile, the gripper
+    """Range of the 256 tokens of a number. q01_q99: the recordings' first to 99th percentile, the gripper
     apart. none: -1 to 1. auto: none for tabletop, q01_q99 for every other simulator."""
     refine: str = ""
     """Policy to start from instead of fresh weights, also a published OpenVLA-OFT: its size and words stay,
     and its statistics unless --statistics is set."""
     policy_settings: tuple[str, ...] = ()
-    """Of a published --refine: what it does not say about itself, as key=value; see `asyncrl train`."""
+    """Settings that a published --refine lacks, as key=value; see `asyncrl train`."""
     average: Annotated[float, Within(0, 1, "it is a share.", "Use 0.999, or 0 for none.")] = 0.999
-    """Decay of the moving average of what is trained, which is what is written; 0: the last weights are."""
+    """Decay of the moving average of the trained weights, which is written; 0: write the last weights."""
     world: str = ""
     """World folder whose autoencoder redraws half of the frames: the policy will see imagined ones."""
     steps: Steps = 10_000
@@ -186,12 +186,12 @@ class FitWorld(Refinable):
     kind: Kind = "wan"
     """wan, opensora or evac: which published architecture and objective. docs/fitting.md compares them."""
     size: Size = "tiny"
-    """Of the network that draws latents. tiny: 3 to 4 million parameters. small: 7 to 12 million."""
+    """Size of the network that draws latents. tiny: 3 to 4 million parameters. small: 7 to 12 million."""
     vae_size: Size = "tiny"
-    """Of the autoencoder. tiny: 1 to 2 million parameters. small: about 2.4 times as many."""
+    """Size of the autoencoder. tiny: 1 to 2 million parameters. small: about 2.4 times as many."""
     autoencoder: str = ""
-    """World folder whose autoencoder is taken over instead of fitting one. Of opensora and evac, whose
-    autoencoders are alike: frames are then the same latents in both. No --vae-steps are made."""
+    """World folder whose autoencoder is reused instead of fitting one. For opensora and evac, whose
+    autoencoders are equal: a frame has the same latents in both. No --vae-steps are made."""
     vae_steps: Steps = 7_000
     """Optimizer steps of the autoencoder."""
     vae_batch: Examples = 48
@@ -202,12 +202,12 @@ class FitWorld(Refinable):
     """Optimizer steps of the network that draws latents."""
     batch: Examples = 512
     context_sigma: Annotated[float, Within(0, 1000, "it is a width.", "Use 0.1.")] = CONTEXT_SIGMA
-    """Noise on the memory latent while training, against drift. Of wan only: others have a published one."""
+    """Noise on the memory latent while training, against drift. wan only: others have a published one."""
     imagined_memory: Annotated[float, Within(0, 1, "it is a share.", "Use 0.5, or 0.")] = 0.0
-    """Share of windows whose memory latent the network drew itself, against drift (scheduled sampling).
-    Of wan only."""
+    """Share of windows whose memory latent the network drew itself, against drift (scheduled sampling). wan
+    only."""
     camera: str = ""
-    """Of evac only: JSON file with the pose of the camera, for simulators of which it is not known."""
+    """evac only: JSON file with the camera's pose, for simulators where it is unknown."""
     refine: str = ""
     """World to start from instead of fresh weights, also a published one; its autoencoder stays as it is."""
     version: Annotated[int, AtLeast(0, "versions are counted.", "Use 0.")] = 0
@@ -243,7 +243,7 @@ class FitKeyframes(FromData):
     out: Path
     """HDF5 file to write."""
     count: Count = 512
-    """Key frames to keep, as many of each task as there are."""
+    """Key frames to keep, balanced over the tasks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +282,7 @@ class FitDecoder(Trained):
     policy: str = "tabletop"
     """Policy that acts in the imagined episodes."""
     start_states: str = "tabletop"
-    """Where they begin."""
+    """Starts of these episodes."""
     out: str = ""
     """Folder for decoder.safetensors and decoder.json; empty: the world's folder."""
     episodes: Count = 256

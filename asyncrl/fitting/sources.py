@@ -51,7 +51,7 @@ def _kind_of(path: Path) -> Kind:
 
 
 def open_data_sets(path: Path, settings: DataSetSettings = AS_STORED) -> Sequence[RecordingFile | DataSet]:
-    """Open all that is at a path."""
+    """Open all data sets at a path."""
     if is_lerobot(path):
         return [LeRobotFolder(path, settings)]
     return [

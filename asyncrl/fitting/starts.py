@@ -71,7 +71,7 @@ def keyframe_states(recordings: Recordings, count: int) -> list[StartState]:
 
 
 def first_states(recordings: Recordings, count: int) -> list[StartState]:
-    """Make start states of the first frames of at most so many episodes, evenly spread."""
+    """Make start states of the first frames of at most `count` episodes, evenly spread."""
     # Recordings lie task by task, so the chosen ones are spread over all of them.
     chosen = _spread(range(len(recordings)), min(count, len(recordings)))
     seeds = recordings.seeds

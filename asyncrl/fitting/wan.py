@@ -295,7 +295,7 @@ def take_scaled(transformer: ActionWanTransformer, scale: ActionScale) -> None:
 
 
 def entrances(transformer: ActionWanTransformer) -> list[nn.Linear]:
-    """Return the two layers that actions enter through: of each action, and of the four of a latent."""
+    """Return the two layers that actions enter through: per action, and per latent's four actions."""
     layers: list[Any] = [transformer.action_mlp1[0], transformer.action_mlp2[0]]
     return layers
 
@@ -331,7 +331,7 @@ class ImaginedMemories:
 
     @torch.no_grad()
     def draw(self, velocity: Callable[..., Tensor], chosen: Tensor, noise_BZ2hw: Tensor) -> None:
-        """Draw the windows `chosen` and keep what is the memory of the next decision."""
+        """Draw the windows `chosen` and keep the memory of the next decision."""
         anchors, memories, _, last = self.windows.rows[chosen].T
         given_BZ2hw = torch.stack([self.latents[anchors], self.latents[memories]], dim=2)
         actions_B = self.windows.actions[chosen]

@@ -374,7 +374,7 @@ def check_same_size(world: FittedWorld, recordings: Recordings, flag: str) -> No
 
 
 def check_picture_size(recordings: Recordings, multiple: int) -> int:
-    """Return the side of the pictures; a ConfigError refuses those that are not square multiples."""
+    """Return the side of the pictures; ConfigError unless they are square multiples."""
     side = recordings.image_size
     if side % multiple:
         near = max(1, round(side / multiple)) * multiple
