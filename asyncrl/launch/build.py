@@ -141,7 +141,7 @@ def start_run(models: LoadedModels, again: Path | None = None) -> LearnerStart:
 def check_resumed(config: TrainConfig, again: Path | None = None) -> TrainConfig:
     """Check, before models are loaded, that a run to resume is not alive and its small files can be read.
 
-    Returns the settings; the run in `again`, restarted by torchrun, resumes if it has a checkpoint.
+    Returns the settings; a run restarted by torchrun (`again`) resumes if it has a checkpoint.
     """
     if again is not None:  # Processes of its earlier start may still be ending: `claim` waits for them.
         config = replace(config, run_dir=str(again), resume=checkpoint.latest(again) is not None)
@@ -180,7 +180,7 @@ def learner_offload(config: TrainConfig, update: Update) -> OffloadedTensors:
 def learner_group(
     config: TrainConfig, job: Job, ranks: int, device: torch.device
 ) -> AbstractContextManager[LearnerRanks]:
-    """Meet the other learner ranks for the time of a block; all call it at about the same time."""
+    """Join the other learner ranks within the block; all call it at about the same time."""
     rank = job.rank if ranks > 1 else 0
     who = f"learner rank {rank} of {ranks}"
     return joined_ranks(
@@ -256,7 +256,7 @@ def _checkpoints(config: TrainConfig, run_dir: Path, ranks: LearnerRanks) -> che
 def learn_as_follower(
     info: RunInfo, job: Job, placement: Placement, hosts: Hosts, poll: Callable[[], bool]
 ) -> None:
-    """Learn on a rank other than 0 until rank 0 ends the run; `poll` looks after children."""
+    """Learn on a rank other than 0 until rank 0 ends the run; `poll` supervises children."""
     from asyncrl.launch.endpoints import client_keys
     from asyncrl.replay.client import ZmqLearnerPort
 
@@ -324,7 +324,7 @@ def compile_learning(update: Update, tasks: Sequence[str]) -> None:
 
 
 def loop_settings(config: TrainConfig) -> LoopSettings:
-    """Numbers of the learner's loop."""
+    """Settings of the learner's loop."""
     return LoopSettings(
         updates=config.updates,
         checkpoint_every=config.checkpoint_every,

@@ -77,7 +77,7 @@ def redirect_output(log_path: str) -> None:
 
 
 class Supervisor:
-    """Runs one child process and respawns it when it dies; used by one thread, with which the child ends."""
+    """Runs one child process and respawns it when it dies; used by one thread, whose end ends the child."""
 
     def __init__(
         self,
@@ -227,7 +227,7 @@ class ChildProcesses:
         return self._stop.requested
 
     def run_until_done(self, over: Callable[[], bool]) -> None:
-        """Poll until all children have finished, a stop is asked for, or the run is `over` without them."""
+        """Poll until all children have finished, a stop is requested, or the run is `over` without them."""
         while not (over() or self.poll()):
             children = list(self._supervisors)
             if children and all(child.finished for child in children):

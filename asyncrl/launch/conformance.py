@@ -51,7 +51,7 @@ class Reporter:
         self.name = f"{FLAGS[kind]} names {type(part).__module__}:{type(part).__qualname__}"
 
     def require(self, fits: bool, method: str, came: object, expected: str) -> None:
-        """Raise unless it fits."""
+        """Raise unless `fits`."""
         if not fits:
             raise ConfigError(f"{self.name}, whose {method} is {came!s:.200}, expected {expected}.")
 
@@ -83,7 +83,7 @@ class Trial:
     second = cached_property(lambda self: self.imagine(self.first[1]))
 
     def actions(self, rows: int) -> Tensor:
-        """Return ``[rows, C, A]`` float32 on the world's device; row i is the same however many there are."""
+        """Return ``[rows, C, A]`` float32 on the world's device; row i does not depend on their number."""
         spec = self.world.action_spec
         drawn = [np.random.default_rng(i).uniform(-0.5, 0.5, (spec.chunk, spec.dim)) for i in range(rows)]
         return torch.from_numpy(np.stack(drawn).astype(np.float32)).to(self.world.device)
@@ -117,7 +117,7 @@ class Trial:
         return frames, after
 
     def alike(self, one: Tensor, other: Tensor, method: str, said: str, most: float = LEVELS) -> None:
-        """Check that frames differ by at most so many grey levels; 0: bit-equal."""
+        """Check that frames differ by at most `most` grey levels; 0: bit-equal."""
         gap = (one.int() - other.int()).abs().float()
         found = float(gap.mean() if self.rounds and most else gap.max())
         expected = f"at most {most}" + " in the mean" * self.rounds if most else "the same bits"

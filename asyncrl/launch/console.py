@@ -187,7 +187,7 @@ def _after_failure(config: TrainConfig, run_dir: Path, version: int) -> str:
 def final_summary(
     config: TrainConfig, run_dir: Path, reason: str = "", tasks: Sequence[str] = (), seconds: float = 0.0
 ) -> str:
-    """Return result, reason of an early end, time and disk that it took, checkpoint and next commands."""
+    """Return result, reason of an early end, time and disk used, checkpoint and next commands."""
     rows = update_rows(run_dir / "metrics.jsonl")
     rates = successes(rows)
     empty = [why for row in rows if (why := nothing_learned(config.algorithm, row))]
@@ -306,9 +306,9 @@ def _tell_nothing_learned(
 
 
 def balance(config: TrainConfig, placement: Placement, run_dir: Path, version: int) -> str:
-    """Describe the median time of both sides for an update since `version`, and a better placement.
+    """Describe learners' and actors' median time per update since `version`, and a better placement.
 
-    Empty after too few updates, or if a rank did both or others may join. Ranks share work evenly.
+    Empty after too few updates, if ranks have both roles, or if actors may join. Assumes even shares.
     """
     names = (s.GROUPS_PER_MINUTE.name, s.LEARNER_WAITING.name, s.ACTORS_WAITING.name)
     rows = list(read_json_lines(run_dir / "metrics.jsonl", {"step": int}))

@@ -73,7 +73,7 @@ def check(config: TrainConfig, placement: Placement, hosts: Hosts, job: Job) -> 
 
 
 def with_addresses(config: TrainConfig, hosts: Hosts) -> Hosts:
-    """Add where a run listens: by its settings; for several hosts, which need an address, completed."""
+    """Add a run's endpoints from its settings; for several hosts, addresses and ports are filled in."""
     if not hosts.several:
         return replace(hosts, replay=config.replay.listen, weights=config.weights.listen)
     return replace(

@@ -136,7 +136,7 @@ class VersionPlayer:
         return sorted(played, key=lambda episode: order[episode.start.name])
 
     def _draw(self, episodes: Sequence[SimulatedEpisode], version: int, title: str) -> tuple[str, str]:
-        """World and reward model, which may be large, are loaded for this time only."""
+        """World and reward model may be large: loaded only for this call."""
         config = self._config
         if simulator_named(config.world):
             judged = [unjudged(episode) for episode in episodes]
@@ -237,7 +237,7 @@ class EvaluatorProcess:
         return []
 
     def finish(self, version: int, poll: Callable[[], bool]) -> str:
-        """Wait for the result of the last version; returns why there is none, empty if it is not due."""
+        """Wait for the result of the last version; returns why it is missing, or empty if none is due."""
         due = is_due(version, self._config.evaluate_every, self._config.updates)
         if self._child is None or self._lost or not due:
             return ""

@@ -153,7 +153,7 @@ class FirstHost:
         return not self._gone and self._silent < FIRST_HOST_LOST
 
     def close(self) -> None:
-        """Stop watching: a thread that comes back from the store while Python ends aborts the process."""
+        """Stop watching: a thread returning from the store during Python's exit aborts the process."""
         self._closing.set()
         if not self._near:
             self._thread.join(ANSWER_DEADLINE)

@@ -39,7 +39,7 @@ REACH_DEADLINE: Final = 5.0
 _START: Final = "start"  # Key of the newest start's name: torchrun's store keeps what earlier ones published
 _SIOCGIFADDR: Final = 0x8915
 Checks = Callable[[Hosts, "list[HostFacts]"], Hosts]
-"""Raises ConfigError for what these hosts cannot do, adds the endpoints; called on rank 0."""
+"""Raises ConfigError if these hosts cannot run it, adds the endpoints; called on rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class HostFacts:
 
 
 def digests(config: TrainConfig, arguments: Sequence[str]) -> dict[str, str]:
-    """Digest every setting by its flag; a resumed run's come from its folder, so there the arguments."""
+    """Digest every setting by its flag; with --resume, whose settings are in the folder, the arguments."""
     settings = {"resume": list(arguments)} if config.resume else flat(asdict(config))
     return {flag: _digest(str(value).encode()) for flag, value in settings.items()}
 
@@ -189,7 +189,7 @@ class _Meeting:
         return self.store.get(_START).decode() == start
 
     def _take(self, key: str, who: str, start: str = "") -> str:
-        """Wait for a key; returns '' if the rank 0 of `start` is gone and another one leads."""
+        """Wait for a key; returns '' if the rank 0 of `start` was replaced by another."""
         while not self.store.check([key]):
             if start and not self._leads(start):
                 return ""

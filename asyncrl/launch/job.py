@@ -145,7 +145,7 @@ class RunInfo:
     """Number of this start. The run's secret is read from its folder: torchrun's store is open to others."""
     mark: str = ""  # `RunIdentity.mark`: by it a host knows that it sees the same folder
     tasks: list[str] = field(default_factory=list)
-    """All instructions of the run, to whose longest compiled learners pad their prompts."""
+    """All instructions of the run; compiled learners pad prompts to the longest."""
 
     @property
     def identity(self) -> run_owner.RunIdentity:
@@ -169,7 +169,7 @@ def store_errors(job: Job, doing: str) -> Iterator[None]:
 
 
 def open_store(job: Job, deadline: float = STORE_DEADLINE, *, every_start: bool = False) -> Store:
-    """Open torchrun's store, in the part of this start of the ranks or of every start."""
+    """Open torchrun's store, under the prefix of this start or of all starts."""
     from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     host, port = job.store

@@ -48,11 +48,11 @@ class JoinOptions(Bounded):
     key: str = ""
     """Which key of --keys. Empty: that of --name, or the only one besides the server's and the learner's."""
     name: str = ""
-    """What the run calls this actor; unique in it. Empty: made of the host's name."""
+    """Name of this actor, unique in the run. Empty: made from the host's name."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the models run. auto: cuda where there is a GPU. CUDA_VISIBLE_DEVICES chooses it."""
+    """Where the models run. auto: cuda if there is a GPU. CUDA_VISIBLE_DEVICES chooses it."""
     threads: Annotated[int, AtLeast(0, "it counts threads.", "Use 0.", highest=THREADS)] = 0
-    """CPU threads. 0: two where there are two cores, else one."""
+    """CPU threads. 0: two if there are two cores, else one."""
     policy: str = ""
     """The run's policy, where its path differs on this host. It must hold the same files. A policy, world or
     reward that is a class (package.module:Class@FOLDER) must be named here again: a peer never names code."""
@@ -120,7 +120,7 @@ def _imagine(joined: _Joined) -> bool:
 
 
 def pick_key(settings: JoinOptions) -> ClientKeys | None:
-    """Choose the key of an actor: the named one, one called like it, or the only one."""
+    """Choose an actor's key: the one given, the one of its name, or the only one."""
     if not settings.keys:
         return None
     folder = Path(settings.keys).expanduser()

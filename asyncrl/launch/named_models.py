@@ -31,14 +31,14 @@ from asyncrl.worlds.start_states import load_start_states
 
 @dataclass(frozen=True, kw_only=True)
 class NamedModel:
-    """A named model, of which nothing is read yet."""
+    """A named model that is not read yet."""
 
     kind: type[Any]  # Its class, with everything that its protocol requires
     folder: Path
     settings: Mapping[str, Any]  # keywords of its `check` and `load`
 
     def check(self, *arguments: Any) -> ModelSummary:
-        """Check that `load` can read the folder, of a world or reward model; loads no weights."""
+        """Check that `load` can read a world's or reward model's folder; loads no weights."""
         return self.kind.check(self.folder, *arguments, **self.settings)
 
     def load(self, device: torch.device, *arguments: Any) -> Any:
@@ -151,7 +151,7 @@ def build_policy(config: TrainConfig, device: torch.device, *, learns: bool = Fa
 
 
 def add_adapters(config: TrainConfig, policy: Policy) -> None:
-    """Give the policy adapters, in bfloat16 where both it and the learner's passes are."""
+    """Add adapters to the policy, in bfloat16 if it and the learner's passes are."""
     if not hasattr(policy, "lora_layers"):
         raise ConfigError(
             f"--lora.rank is {config.lora.rank}, but {type(policy).__name__} has no lora_layers, so it is "
@@ -182,7 +182,7 @@ class RunSettings:
 
 
 def run_of(text: str) -> Path | None:
-    """Return the run's folder that a policy's name leads to: the folder itself, or that of a checkpoint."""
+    """Return the run folder that a policy's name refers to: itself, or that of its checkpoint."""
     path = Path(folder_part(text))
     for folder in (path, path.parent.parent):
         if (folder / "config.json").is_file() and (folder / checkpoint.FOLDER).is_dir():

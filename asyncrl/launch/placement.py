@@ -105,7 +105,7 @@ class Placement:
 
     @property
     def summary(self) -> str:
-        """A description for the console, as '1 learner + 2 actors'."""
+        """A description for the console, like '1 learner + 2 actors'."""
         counts = zip(map(len, (self.learners, self.actors)), ROLES, strict=True)
         return " + ".join(f"{count} {role}{'s' * (count > 1)}" for count, role in counts if count)
 
@@ -176,7 +176,7 @@ def check_sizes(text: str, hosts: Hosts) -> None:
 
 
 def check_learner_devices(placement: Placement, hosts: Hosts, gpus: Mapping[int, int]) -> None:
-    """Check that all learner ranks have own GPUs, or none; `gpus`: host number -> number of GPUs."""
+    """Check that all learner ranks have their own GPUs, or none; `gpus`: host number -> number of GPUs."""
     first = next(iter(gpus))
     for number, count in gpus.items():
         name, learners = hosts.names[number], sum(rank in hosts.ranks(number) for rank in placement.learners)

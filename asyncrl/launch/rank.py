@@ -3,9 +3,9 @@
     rank 0 ──spawns──► replay, and actor-0 when it also imagines
     rank k              see `followers`
 
-The end, in order: the learner tells the replay, which tells the actors; the publisher closes; actors and
-replay have a few seconds to end. Functions of rank 0 import torch and the models, which ranks that only look
-after an actor do not need.
+The end, in order: the learner notifies the replay, which notifies the actors; the publisher closes; actors
+and replay have a few seconds to end. Functions of rank 0 import torch and the models, which ranks that only
+supervise an actor do not need.
 """
 
 from __future__ import annotations

@@ -105,14 +105,14 @@ def sample_format(policy: Policy) -> dict[str, tuple[str, tuple[Any, ...]]]:
 
 
 def inputs_of(policy: Policy, spec: SimulatorSpec) -> tuple[int, bool]:
-    """Return how many cameras a policy is shown, and whether the state; by default all there is."""
+    """Return the number of cameras that a policy sees, and if it sees the state; by default all."""
     if hasattr(policy, "pictures"):
         return min(policy.pictures, len(spec.cameras)), policy.proprio_numbers > 0
     return len(spec.cameras), spec.state_dim > 0
 
 
 def sized_for(source: SimulatorSource, policy: Policy) -> SimulatorSource:
-    """Draw the policy's image size in a simulator without an official one."""
+    """Set the policy's image size if the simulator has no official one."""
     kind = registry.resolve("simulator", source.name)
     if source.image_size or not getattr(kind, "any_image_size", False):
         return source

@@ -57,7 +57,7 @@ def ipc_endpoint(folder: Path, name: str = "replay") -> str:
 def check_endpoint(
     endpoint: str, security: Security | None = None, *, any_port: bool = False, keys_follow: bool = False
 ) -> str:
-    """Return an endpoint that is safe with these keys or ones that follow; `any_port`: 0 is a free one."""
+    """Return an endpoint that is safe with its keys (`keys_follow`: future ones); `any_port`: 0 is free."""
     kind, _, rest = endpoint.partition("://")
     if kind == "ipc" and rest.startswith("/"):
         _check_ipc(endpoint, Path(rest))
@@ -217,7 +217,7 @@ class WakeableSocket:
         self._poller.register(self._event, zmq.POLLIN)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for a message or `wake`, at most `seconds`; True if a message is there."""
+        """Wait for a message or `wake`, at most `seconds`; True if a message came."""
         ready = dict(self._poller.poll(int(1000 * seconds)))
         if self._event in ready:
             os.eventfd_read(self._event)

@@ -6,7 +6,7 @@
                           answer     of a member, to `group` or, with its version, to `send`; or the
                                      problem that ended its part of an epoch
                           leave      answered by `closed`
-    learner -> receiver   layout     the receiver's manifest is another: names, shapes and dtypes, as JSON
+    learner -> receiver   layout     the receiver's manifest differs: names, shapes and dtypes, as JSON
                           group      a new epoch of the weight group begins
                           form       all members are ready: form the link
                           send       a version is broadcast over the link

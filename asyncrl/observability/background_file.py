@@ -70,7 +70,7 @@ class BackgroundFile:
             self._on_failure("the disk does not answer")
 
     def settle(self, seconds: float) -> bool:
-        """Wait for at most `seconds`, not while writing fails; returns True if all is written."""
+        """Wait at most `seconds`, less if writing fails; returns True if all is written."""
         with self._changed:
             self._changed.wait_for(lambda: not self._queue or self._late, seconds)
             return not self._queue

@@ -66,7 +66,7 @@ def start_command() -> str:
 
 
 class WithoutZeros:
-    """Leaves out metrics that have always been 0, unless they measure the policy: there a 0 is news."""
+    """Leaves out metrics that have always been 0, unless they measure the policy, where 0 is informative."""
 
     def __init__(self) -> None:
         self._begun = set[str]()

@@ -123,7 +123,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         clock: Callable[[], float] = time.time,
         request_seconds: float = REQUEST_SECONDS,
     ) -> None:
-        """Listen at an address that is free (`check_free`); port 0 is a free one, then given by `address`."""
+        """Listen at an address that is free (`check_free`); port 0 picks a free one, see `address`."""
         self._run_dir, self._updates, self._clock = run_dir, updates, clock
         self._began, self._since = clock(), time.time()
         self._last: tuple[int, float, Readings] = (resume_step, self._began, {})  # replaced as a whole

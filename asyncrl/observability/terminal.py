@@ -1,6 +1,6 @@
 """Console of a run: lines that never fail or block it, its rows of numbers, and a status line on a terminal.
 
-Lines that the console does not take are counted; those of a run are in its log too (`background_file`).
+Lines that the console does not accept are counted; a run's are also in its log (`background_file`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from asyncrl.observability import process_status, waits
 from asyncrl.observability.metrics import Metric, Readings
 
 STALLED_SECONDS: Final = 5.0
-"""Longest wait of a line for a console that takes nothing; later lines do not wait until it takes one."""
+"""Longest wait of a line for a blocked console; later lines do not wait until it accepts one."""
 _AT_ONCE: Final = select.PIPE_BUF  # Bytes that a writable pipe takes without blocking
 LINE_SECONDS: Final = 30.0
 LINE_COLUMNS: Final = 80
@@ -206,7 +206,7 @@ _TRUE: Final = (m.EVAL_SUCCESS, m.EVAL_LOW, m.EVAL_HIGH, m.EVAL_VERSION)
 TRUTH: Final = Column("true [95 %] @update", 19, "{:.0%} [{:.0%}, {:.0%}] @{:.0f}", _TRUE)
 """Last column of a run that measures true success."""
 LEFT_OUT: Final = ("live/useful", "clip", "grad", "waiting l/a", "kl")
-"""Columns that a narrow terminal lacks, in this order."""
+"""Columns dropped on a narrow terminal, in this order."""
 
 
 def columns_in(width: int, columns: tuple[Column, ...] = COLUMNS) -> tuple[Column, ...]:

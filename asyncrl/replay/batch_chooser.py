@@ -41,7 +41,7 @@ class BatchChooser:
     """Gives groups away, each recorded as used before the learner gets it."""
 
     def __init__(self, lifecycle: GroupLifecycle, warn: Callable[[str], None]) -> None:
-        """Read at once where a group is needed; `warn` receives a line if no file can be opened."""
+        """Read groups when needed, without threads; `warn` gets a line if no file can be opened."""
         self._lifecycle, self._store, self._state = lifecycle, lifecycle.store, lifecycle.state
         self._warn, self._out_of_files = warn, False
         self._pool: Executor = AtOnce()
@@ -60,7 +60,7 @@ class BatchChooser:
         return any(not future.done() for future in self._groups.values())
 
     def forget(self, *, but: Sequence[int] = ()) -> None:
-        """Forget every group that was read, `but` some: its check at a later version may not hold now."""
+        """Forget all groups read except `but`: a check at a later version may not hold now."""
         for number in self._groups.keys() - set(but):
             self._groups.pop(number).cancel()
 
@@ -138,7 +138,7 @@ class BatchChooser:
                 self._begin(number)
 
     def close(self) -> None:
-        """Wait for the threads' end: each finishes its file."""
+        """Wait for the threads: each finishes its file."""
         self.forget()
         self._pool.shutdown(cancel_futures=True)
 

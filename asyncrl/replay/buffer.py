@@ -54,14 +54,14 @@ class Replay:
         self.set_version(version)
 
     def hello(self, actor: str, session: str) -> None:
-        """Record an actor. A new session does not know the groups of the former: they are given up."""
+        """Record an actor. A new session does not know the previous one's groups: they are given up."""
         if self.state.limiter.actors[actor].session != session:
             self.state.commit(ActorStarted(actor=actor, session=session))
             self.leave(actor)
         self.state.limiter.record_heartbeat(actor)
 
     def leave(self, actor: str) -> None:
-        """Give up an actor's unfinished groups; others get the credit at once."""
+        """Give up an actor's unfinished groups; other actors get the credit at once."""
         limiter = self.state.limiter
         for number in [n for n, x in limiter.open.items() if x.actor == actor and not limiter.complete(n)]:
             self.lifecycle.drop(number, "dropped_deadline")
@@ -70,7 +70,7 @@ class Replay:
         record.readings, record.refused = {}, 0
 
     def grant(self, actor: str, request_number: int = -1) -> GroupGrant | None:
-        """Grant a group, to one request >= 0 always the same; None without credit, space or start state."""
+        """Grant a group; repeating a request >= 0 returns the same. None without credit, space or start."""
         state = self.state
         self.maintain()
         if (grant := state.limiter.find_grant(actor, request_number)) is not None:
@@ -84,13 +84,13 @@ class Replay:
         return state.limiter.open[event.grant].grant
 
     def was_given_up(self, actor: str, request_number: int) -> bool:
-        """True if a request was answered with a group that is not open any more: it gets no second one."""
+        """True if a request's group is no longer open: the request gets no second one."""
         limiter = self.state.limiter
         answered = 0 <= request_number <= limiter.actors[actor].answered
         return answered and limiter.find_grant(actor, request_number) is None
 
     def admit(self, episode: Episode, actor: str | None = None) -> Receipt:
-        """Admit an episode of a sender (None: unknown). `pop_receipts` has those of complete groups."""
+        """Admit an episode of a sender (None: unknown). `pop_receipts` returns those of complete groups."""
         number, limiter = number_of(episode.group_id), self.state.limiter
         if number in self.lifecycle.unwritten:  # Its problem could give the group up.
             self.lifecycle.finish()
@@ -143,7 +143,7 @@ class Replay:
         self.lifecycle.drop(failure.number, "dropped_poisoned", failure=replace(failure, left=left))
 
     def _starts_left(self, failure: GroupFailure) -> int:
-        """Start states left, as the actor reports if nothing is known; -1: unknown name."""
+        """Start states left, by the actor's count if the run's is unknown; -1: unknown name."""
         found = self.state.limiter.episode_format
         if found.simulator is not None:
             return ENDLESS if is_start_of(found.simulator.name, failure.start_state) else -1
@@ -170,7 +170,7 @@ class Replay:
 
     @property
     def filter_end_reason(self) -> str:
-        """Reason why the filter ends the run (not a failure); empty while a group may still teach."""
+        """Reason why the filter ends the run (no failure); empty while a group may have a signal."""
         limiter, filtered = self.state.limiter, self.state.filtered
         ready, needed = len(limiter.ready), limiter.groups_per_update
         if filtered.groups < MAX_FILTERED_BATCHES * needed or ready >= needed:

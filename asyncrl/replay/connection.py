@@ -37,7 +37,7 @@ VISITOR: Final = "visitor"
 
 
 class Sent(NamedTuple):
-    """Sending of something that is repeated until it is answered."""
+    """Send state of a message that is repeated until answered."""
 
     server_id: str  # Replay process that it was sent to
     at: float
@@ -119,12 +119,12 @@ class Connection:
         return True
 
     def due(self, sent: Sent, every: float) -> bool:
-        """True if something is to be sent again: the replay is another process, or `every` seconds passed."""
+        """True if a resend is due: the replay is another process, or `every` seconds passed."""
         again = sent.server_id != self.server_id or time.monotonic() - sent.at >= every
         return bool(self.server_id) and again
 
     def sent(self) -> Sent:
-        """Return the record of something that was sent just now."""
+        """Return the record of a message that was just sent."""
         return Sent(self.server_id, time.monotonic())
 
     def _quiet(self) -> bool:
@@ -144,7 +144,7 @@ class Connection:
                     self._lock.release()
 
     def await_farewell(self) -> None:
-        """Wait until the replay has read `bye`: a connection that ends takes unread messages with it."""
+        """Wait until the replay has read `bye`: closing the connection drops unread messages."""
         self._closing.set()  # No ping follows.
         until = time.monotonic() + LEAVE_SECONDS
         while self.server_id and not self.stopped and (left := until - time.monotonic()) > 0:
@@ -180,7 +180,7 @@ class Connection:
 
 @dataclass(kw_only=True)
 class _Unacknowledged:
-    """An episode, or the report of a group that failed, without a final receipt."""
+    """An episode, or a failed group's report, without a final receipt."""
 
     number: int  # Of its group
     frames: list[Buffer]
@@ -207,7 +207,7 @@ class Outbox:
 
     @property
     def undelivered(self) -> bool:
-        """True if something may not even have reached the replay."""
+        """True if a message may not have reached the replay yet."""
         return not all(item.held for item in self._items.values())
 
     def add(self, episode: Episode) -> None:
@@ -236,7 +236,7 @@ class Outbox:
             self.warn(f"replay: episode {message['episode_id']} was dropped: {message['reason']}")
 
     def send_due(self) -> None:
-        """Send without waiting everything that the replay does not have."""
+        """Send everything that the replay does not have, without waiting."""
         if self._link.stopped:
             return
         for item in self._items.values():

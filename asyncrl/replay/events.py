@@ -135,7 +135,7 @@ class Refused(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSized(Event):
-    """The run's groups have another size from here on."""
+    """The run's groups have a different size from here on."""
 
     group_size: int
 

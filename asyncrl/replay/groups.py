@@ -109,7 +109,7 @@ class GroupTable:
         """True if a number is granted again after its group is dropped for this reason.
 
         Otherwise start states with slow groups would be used less. A group that cannot be imagined or is not
-        admitted would fail again; and its actors may die of a group, so the number of repetitions is bounded.
+        admitted would fail again; and a group may crash its actors, so the number of repetitions is bounded.
         """
         if status == "dropped_deadline":
             return self._given_up.get(number, 0) < GRANTS_AGAIN
@@ -135,7 +135,7 @@ class GroupTable:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the groups closed more than `resume_window` versions ago; around a resume some later."""
+        """Forget groups closed more than `resume_window` versions ago; in recovery, keep their numbers."""
         before = self.version - self.resume_window
         for number in list(itertools.takewhile(lambda n: self.closed[n].version < before, self.closed)):
             self._filtered_before += self.closed.pop(number).filtered is not None
@@ -199,7 +199,7 @@ class EpisodeCounters:
         self.refused: Counter[RefusalCause] = Counter()
 
     def add(self, status: ReceiptStatus, episodes: int = 1, decisions: int = 0) -> None:
-        """Count episodes with one status; a negative number takes back."""
+        """Count episodes with one status; a negative number subtracts."""
         self.episodes[status] += episodes
         self.decisions[status] += decisions
 

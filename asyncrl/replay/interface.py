@@ -54,7 +54,7 @@ class RunStopped(AsyncRLError):
 
 
 class NothingToLearn(AsyncRLError):
-    """The filter took groups for so long that the run ends. Not a failure: the learner saves and leaves."""
+    """The filter removed so many groups that the run ends. Not a failure: the learner saves and leaves."""
 
 
 class GroupLost(ReplayError):
@@ -122,9 +122,9 @@ class Receipt:
     episode_id: str
     status: ReceiptStatus
     reason: str = ""
-    """Why it was dropped, for the actor's log; empty otherwise."""
+    """Why the episode was dropped, for the actor's log; else empty."""
     cause: RefusalCause | None = None
-    """Of `dropped_invalid`, for the metrics; it is not sent."""
+    """Cause of `dropped_invalid`, for metrics; not sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ class SimulatorFormat:
     tasks: tuple[str, ...] = ()
     """Instructions; empty: any."""
     more_cameras: int = 0
-    """Cameras next to the first that the policy sees."""
+    """Cameras that the policy sees besides the first."""
     state_dim: int = 0
     reward: Literal["success", "dense"] = "success"
     """success: 1 in the step that fulfils the task, else 0. dense: any numbers."""

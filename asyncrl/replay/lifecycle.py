@@ -2,7 +2,7 @@
 
 While the disk is full, or no file can be opened, complete groups stay in memory and no new group is granted:
 the credit bounds the memory. After an interruption `recover` brings the groups back from ledger and files
-when the process starts, `roll_back` when a learner goes on from an earlier version.
+when the process starts, `roll_back` when a learner resumes from an earlier version.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GroupLifecycle:
         """Complete groups in the thread's queue. Nothing gives them up before they are written."""
 
     def recover(self) -> None:
-        """Bring an empty state up to date from the ledger and the files."""
+        """Restore an empty state from the ledger and the files."""
         state, limiter, files, aside = self.state, self.state.limiter, self.store.group_files, set[int]()
         for event in read_events(self.store.ledger.read(), self._warn):
             state.apply(event)
@@ -111,7 +111,7 @@ class GroupLifecycle:
                 self.disk.failed(number, error)
 
     def retry(self) -> None:
-        """Store the waiting groups again once that is due."""
+        """Retry storing the waiting groups once due."""
         while self.disk.due and not self.unwritten:
             self.store_soon(min(self.disk.groups))
 

@@ -68,7 +68,7 @@ class Limiter(GroupTable):
 
     @property
     def uses_reserved(self) -> int:
-        """Uses made, plus those that granted and ready groups still promise."""
+        """Uses made, plus those reserved by granted and ready groups."""
         return self.used + len(self.open) + len(self.ready)
 
     @property
@@ -82,7 +82,7 @@ class Limiter(GroupTable):
         return same and self.episode_format.world_version in (None, group.world_version)
 
     def is_newcomer(self, actor: str) -> bool:
-        """True if an actor brought no episode since it came, while another one that is there did."""
+        """True if an actor delivered no episode since it connected, while another connected one did."""
         return actor not in self.proven and not all(map(self.timed_out, self.proven))
 
     def record_heartbeat(self, actor: str) -> None:
@@ -121,7 +121,7 @@ class Limiter(GroupTable):
         )
 
     def apply_grant(self, event: Granted) -> None:
-        """Open a group that was granted, also before a restart."""
+        """Open a granted group, also in recovery."""
         every, number = self.settings.keep_video_every, event.grant
         keep_video = every > 0 and number % every == 0
         group = OpenGroup(
@@ -189,7 +189,7 @@ class Limiter(GroupTable):
         return receipt("held")
 
     def complete(self, number: int) -> bool:
-        """True if all members of an open group are there."""
+        """True if an open group has all members."""
         return number in self.open and len(self.open[number].members) == self.group_size
 
     def overdue(self) -> list[int]:
@@ -221,7 +221,7 @@ class Limiter(GroupTable):
     def pick(self, groups: int, *, not_awaited: Collection[int] = ()) -> list[int] | None:
         """Choose the lowest-numbered ready groups within the lag bound at `version`; None if too few.
 
-        Slow groups are waited for: they are mostly failures, and skipping them would bias the batch. Those of
+        Slow groups are awaited: they are mostly failures, and skipping them would bias the batch. Those of
         newcomers are not: an actor that comes and vanishes would hold up the learner.
         """
         numbers = list(self.usable)[:groups]

@@ -33,7 +33,7 @@ class PeerSender:
         self.unreachable: set[bytes] = set()  # Peers that were gone when something was sent to them
 
     def send(self, peer: bytes, kind: str, **fields: Any) -> bool:
-        """Send a message; False if the peer accepts nothing now: it will ask again."""
+        """Send a message; False if the peer takes none now: it will ask again."""
         return self.send_frames(peer, encode(kind, **fields))
 
     def send_frames(self, peer: bytes, frames: list[Buffer]) -> bool:
@@ -58,7 +58,7 @@ class PeerSender:
 
 
 class Peers:
-    """The learner and the actors that are there."""
+    """The learner and the connected actors."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Peers:
         self._replaced: set[str] = set()  # Sessions of actors whose name a newer one took.
 
     def knows(self, peer: bytes) -> bool:
-        """True if a peer has introduced itself as a part of this run."""
+        """True if a peer has introduced itself to this run."""
         return peer in self.actors or self.learns(peer)
 
     def learns(self, peer: bytes) -> bool:
@@ -108,7 +108,7 @@ class Peers:
             raise WireError(f"{who} belongs to a newer start of the run than this replay.")
 
     def hello(self, peer: bytes, message: Message) -> None:
-        """Record a peer that `check` let in, and welcome it."""
+        """Record a peer that `check` accepted, and welcome it."""
         if message["role"] == VISITOR:
             self._visitors.add(peer)
         elif message["attempt"] < self.identity.attempt:

@@ -296,7 +296,7 @@ class HandOver:
             self._due.setdefault(rank, {})[number] = None
 
     def forget(self, rank: bytes) -> None:
-        """Drop a rank's requests: it is gone, or starts again."""
+        """Drop the requests of a rank that left or restarts."""
         self._due.pop(rank, None)
 
     def send_due(self) -> None:

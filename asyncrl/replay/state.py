@@ -46,7 +46,7 @@ class ReplayState:
     def apply(self, event: Event) -> None:
         """Change the state by an event of the ledger.
 
-        A stored group's episodes count once it is ready, which is no event: in recovery at its first event.
+        A stored group's episodes count once it is ready (not an event); in recovery, at its first event.
         """
         limiter, counters, size = self.limiter, self.counters, self.group_size
         match event:
@@ -100,7 +100,7 @@ class ReplayState:
 class Quarantine:
     """Failures by start state and by cause.
 
-    The replay decides, because it alone hears of the failures of all actors. A failure of the policy
+    The replay decides, because only it receives the failures of all actors. A failure of the policy
     quarantines no start state: if it fails for all of them in a row, the run cannot go on with this version.
     """
 

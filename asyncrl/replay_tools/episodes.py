@@ -40,7 +40,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def bar(value: float, most: float) -> str:
-    """Return ``#`` in proportion to `value`; what is not zero shows at least one."""
+    """Return ``#`` in proportion to `value`; a value above zero shows at least one."""
     return "#" * max(1, round(BAR * value / most)) if value > 0 else ""
 
 
@@ -125,7 +125,7 @@ class StoredEpisode:
 
     @property
     def lag(self) -> int | None:
-        """Return the lag of the oldest decision when the group was used, in updates; None: it was not."""
+        """Return the lag of the oldest decision when the group was used, in updates; None if unused."""
         return None if self.used_at is None else self.used_at - self.episode.oldest_version
 
 
@@ -200,7 +200,7 @@ def find_row(folder: Path, beginning: str) -> StoredEpisode:
 
 
 def newest_of_each_outcome(folder: Path) -> list[str]:
-    """Return the ids of the newest success and the newest failure, as far as there are some."""
+    """Return the ids of the newest success and the newest failure, if they exist."""
     newest: dict[bool, str] = {}
     for path in sorted(folder.glob(PATTERN), reverse=True):
         for episode in sound(path, lambda path: read_group(path, LIGHT)) or ():

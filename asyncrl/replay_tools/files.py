@@ -106,7 +106,7 @@ class Prune(ReplayCommand):
     keep_gigabytes: Annotated[float, AtLeast(0, "it is a size.", "Use 0 for as little as possible.")]
     """Delete the oldest of them until the replay is at most this large, in 1e9 bytes."""
     dry_run: bool = False
-    """Only say what would be deleted."""
+    """Only list what would be deleted."""
 
     def run(self) -> int:
         """Delete, lowest number first, and print the bytes freed."""
@@ -139,7 +139,7 @@ class Prune(ReplayCommand):
 
 
 def expendable(group_file: GroupFile, outcomes: GroupOutcomes, resume: int | None) -> bool:
-    """True if a group is closed and a resume, at version `resume` if at all, would not use it again."""
+    """True if a group is closed and no resume (at version `resume`, if any) would use it again."""
     if outcomes.of(group_file.number) == "unused":
         return False
     used_at = outcomes.used_at(group_file.number)

@@ -24,7 +24,7 @@ from asyncrl.storage.atomic import replacing
 from asyncrl.storage.media import Mp4Writer, can_write_mp4
 
 QUANTILES: Final = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
-"""As LeRobot calls them; of numbers they are interpolated between two samples."""
+"""LeRobot's names; for numbers, they are interpolated between two samples."""
 _LEVELS: Final = 256
 
 

@@ -98,7 +98,7 @@ def tile(episode: Episode) -> Image.Image:
 
 
 def last_picture(episode: Episode) -> tuple[str, NDArray[np.uint8]]:
-    """Return title and picture that was judged; if it is not kept the last one, with its own score."""
+    """Return title and judged picture; if that was not kept, the last one with its own score."""
     scores = episode.success_scores.reshape(-1)
     end = len(scores)
     if episode.success and len(episode.video) >= episode.steps:
@@ -143,7 +143,7 @@ class Video(stored.ReplayCommand):
     """Steps per second; 20 is real time. Without video, each observation is shown for about 8 steps."""
 
     def run(self) -> int:
-        """Write the movies, and say from which frames."""
+        """Write the movies, and print which frames were used."""
         episodes = self.episodes or stored.newest_of_each_outcome(self.folder)
         if not episodes:
             raise ConfigError(f"{self.folder} holds no episode yet. Wait for the first group.")
@@ -215,8 +215,8 @@ class Comparison:
     video: NDArray[np.uint8]  # ``[M, H, W, 3]`` every frame that was imagined again
     scores: NDArray[np.float32]
     logprobs: NDArray[np.float32]
-    """``[N, C, A]`` of the stored samples by the policy of the version that sampled them, in nats; NaN where
-    that is not there."""
+    """``[N, C, A]`` of the stored samples by the policy of the version that sampled them, in nats; NaN
+    without that version."""
     threshold: float  # score from which a frame scores
     success_frames: SuccessFrames  # of `ActorSettings`
 
@@ -248,7 +248,7 @@ class Comparison:
 
     @property
     def verdict(self) -> Verdict:
-        """Return the agreement of both; log-probs of `evaluate` and `act` are never equal bit for bit."""
+        """Return how far both agree; log-probs of `evaluate` and `act` are never equal bit for bit."""
         agreed = self.same_end and not self.logprob_gap > CLOSE_LOGPROBS
         if agreed and self.frame_gap == 0 and self.score_gap == 0:
             return "equal"

@@ -99,7 +99,7 @@ def _named(name: str, part: str) -> list[Path]:
 
 
 def shipped(part: str) -> list[str]:
-    """List the shipped collections that have a part: policy, world, or `START_STATES`."""
+    """List the shipped collections that contain `part`: policy, world, or `START_STATES`."""
     return sorted(path.parent.name for path in ASSETS.glob(f"*/{part}"))
 
 

@@ -66,7 +66,7 @@ def flush(path: Path) -> None:
 
 
 def copy_others(source: Path, folder: Path, besides: Set[str]) -> None:
-    """Copy the content of a folder except the names in `besides` and hidden files; links are followed."""
+    """Copy a folder's content except the names in `besides` and hidden files; links are followed."""
 
     def skipped(place: str, names: list[str]) -> list[str]:
         return [n for n in names if n.startswith(".") or (Path(place) == source and n in besides)]

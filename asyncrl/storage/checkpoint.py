@@ -304,7 +304,7 @@ def clean_up(run_dir: Path) -> None:
 
 
 def forget_best_after(run_dir: Path, version: int) -> None:
-    """Clean up, and remove the best version if a resumed run makes it again, or if it is invalid."""
+    """Clean up, and remove the best version if a resumed run will make it again, or if it is invalid."""
     clean_up(run_dir)
     best = run_dir / FOLDER / BEST
     try:

@@ -103,7 +103,7 @@ def write_state(state: Mapping[str, Tensor], folder: Path, rank: int) -> None:
 
 
 def read_state(folder: Path, parameters: Parameters, optimizer: Optimizer) -> None:
-    """Restore the result of `write_state`, bit for bit, of any number of ranks."""
+    """Restore the result of `write_state` by any number of ranks, bit for bit."""
     reader = HuggingFaceStorageReader(str(folder))
     try:
         for path in folder.glob("*.safetensors"):

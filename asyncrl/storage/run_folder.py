@@ -118,7 +118,7 @@ def locate(config: TrainConfig) -> Path:
 
 
 def newest(run_root: Path) -> Path:
-    """Find the run without an owner that was started last, by the age of its config.json."""
+    """Find the most recently started run that has no owner, by the age of its config.json."""
     runs = sorted(run_root.glob(f"*/{SETTINGS}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
     alive = ""
     for folder in (path.parent for path in runs):
@@ -175,7 +175,7 @@ _MEASURED: Final = f'"{m.EVAL_SUCCESS.name}"'.encode()
 
 
 class State(Enum):
-    """State of a run: owned; ended with all updates; ended before; or its owner died."""
+    """State of a run: owned; ended with all updates; ended early; or its owner died."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -323,7 +323,7 @@ def record_start(
 
 
 def read_starts(run_dir: Path) -> list[dict[str, Any]]:
-    """Read the starts of a run, oldest first; none without a file. Times are UTC in ISO 8601."""
+    """Read the starts of a run, oldest first; empty without a file. Times are UTC in ISO 8601."""
     try:
         table = load_json(run_dir / PROVENANCE)
     except FileNotFoundError:

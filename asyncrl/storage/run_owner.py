@@ -3,8 +3,8 @@
     RUN/lock             pid, host and start of rank 0, for people; the lock itself is the kernel's (flock)
     RUN/identity.json    mode 0600: a random secret, the number of starts, and the folder it was made for
 
-Rank 0 takes the lock exclusively, writes itself in, and shares it with the run's other processes (`join`).
-Another run needs it exclusively, so it waits until no process of the first one lives.
+Rank 0 takes the lock exclusively, records itself there, and shares it with the run's other processes
+(`join`). Another run needs it exclusively, so it waits until no process of the first run lives.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def left_by(run_dir: Path) -> Owner | None:
 
 @contextmanager
 def kept_unowned(run_dir: Path, what: str) -> Iterator[None]:
-    """Keep runs out of a folder while a command changes it; the entry of its last owner stays."""
+    """Lock runs out of a folder while a command changes it; its last owner's entry stays."""
     found = owner(run_dir)
     handle = _open(run_dir)
     try:

@@ -1,7 +1,7 @@
 """Named tensors of weight files: check, read and write them one at a time.
 
 *.safetensors    a file, or shards with `model.safetensors.index.json`. Numbers are read straight into
-                 their tensors: the pages of a mapped file would count besides the copy
+                 their tensors: a mapped file's pages would count on top of the copy
 *.pth            a state dict of `torch.save`, mapped and read without running code
 
 A file of 10 GB takes no second 10 GB of memory, and is known to fit before a number is read.
@@ -372,9 +372,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_file(path: Path, specs: Mapping[str, Spec], tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Write a safetensors file tensor by tensor, atomically; the library's writer wants all in memory.
+    """Write a safetensors file tensor by tensor, atomically; the library's writer needs all in memory.
 
-    `tensors` come in the order of `specs`, in any dtype and on any device; further ones are left over.
+    `tensors` come in the order of `specs`, in any dtype and on any device; further ones stay unread.
     """
     header, offset = dict[str, object](__metadata__={"format": "pt"}), 0
     for name, spec in specs.items():

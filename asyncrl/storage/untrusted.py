@@ -158,7 +158,7 @@ def parse_json(raw: bytes) -> dict[str, Any]:
 
 
 def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make the dict of a JSON object; a ValueError refuses a key that occurs twice."""
+    """Make the dict of a JSON object; ValueError if a key occurs twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError(f"it has a key twice, of {shortened(list(found))}")
@@ -174,7 +174,7 @@ def _number(digits: str) -> float:
 
 
 def no_constant(name: str) -> NoReturn:
-    """Refuse NaN and infinities, which Python's JSON would read, by a ValueError."""
+    """Raise ValueError for NaN and infinities, which Python's JSON would accept."""
     raise ValueError(f"it has {name}, which is not in JSON")
 
 
@@ -197,9 +197,9 @@ def _warn_once(text: str) -> None:
 
 
 def read_json_lines(path: Path, expected: Types | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file of JSON lines, none without a file.
+    """Yield the objects of a file of JSON lines; none if it does not exist.
 
-    Lines of another content, or with values of other types than `expected`, are named once; not a torn end.
+    Other lines, and values of other types than `expected`, are reported once; a torn end is not.
     """
     with suppress(FileNotFoundError), reading(path) as file:
         for number, line in enumerate(file, 1):
@@ -225,7 +225,7 @@ def check_types(found: Mapping[str, Any], expected: Types) -> None:
 
 
 class Typed:
-    """A dataclass read from a file: a ValueError refuses values that its annotations do not allow.
+    """A dataclass read from a file: ValueError for values that its annotations do not allow.
 
     No text, bool or 7.0 is an int; floats are finite in 32 bits, sizes at most 2**24 and layers at most 1024.
     """
@@ -276,7 +276,7 @@ def open_hdf5(path: Path) -> h5py.File:
 
 
 def dataset_in(file: h5py.Group, name: str) -> h5py.Dataset:
-    """Find a dataset of fixed-length values that lie in this file; else raise Key-, Type- or ValueError."""
+    """Find a dataset of fixed-length values stored in this file; else raise Key-, Type- or ValueError."""
     import h5py
 
     dataset = _object_in(file, name)

@@ -1,1 +1,1 @@
-"""New policy weights travel from the learner to the actors."""
+"""Transfer of policy weights from the learner to the actors."""

@@ -84,7 +84,7 @@ class Receiver(ABC):
     def swap_into(self, tensors: Named) -> int:
         """Copy the newest complete version into the tensors in the current stream's order; return its number.
 
-        -1 before the first. A function is called only for a newer version: it takes milliseconds.
+        -1 before the first. A function (`Named`) takes milliseconds: it is called for a newer version only.
         """
 
     def wait_newer(self, version: int, wait: float) -> None:  # noqa: B027  Nothing comes within a process.
@@ -102,7 +102,7 @@ class Link:
     """
 
     def send(self, buffer_index: int) -> None:
-        """Send a buffer set, 0 or 1, to all members; nothing where they copy it out of the learner's."""
+        """Send a buffer set, 0 or 1, to all members; nothing if they copy it from the learner's buffers."""
 
     def receive(self, buffer_index: int, into: Buffers) -> None:
         """Receive a buffer set, 0 or 1, into ``[E]`` buffers of the learner's sizes."""
@@ -130,7 +130,7 @@ class Transport(Protocol):
         ...
 
     def connect_member(self, store: Store, rank: int, size: int) -> Link:
-        """Form a link as another rank; blocks until all are there."""
+        """Form a link as another rank; blocks until all joined."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Pack named tensors into one flat buffer per dtype, two buffer sets in turns; unpack and sum them.
+"""Pack named tensors into one flat buffer per dtype, in two alternating sets; unpack and sum them.
 
 E: elements of a buffer: all tensors of one dtype, each padded to a multiple of 16 bytes.
 """
@@ -83,7 +83,7 @@ class Manifest:
 
 
 def build_manifest(tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype] | None = None) -> Manifest:
-    """Lay out tensors sorted by name, one buffer per dtype of `types` (None: their own)."""
+    """Lay out tensors by name, one buffer per dtype of `types` (None: the tensors' own)."""
     if not tensors:
         raise WeightSyncError(
             "There are no weights to send: the policy has no trainable tensors. Unfreeze some, or add LoRA."
@@ -163,7 +163,7 @@ def checksum(buffers: Buffers) -> int:
 
 
 def weighted_sum(buffer: Tensor) -> Tensor:
-    """Sum a buffer's words, each times an odd number of its own, modulo 2^64; ``[]`` int64, not waited for.
+    """Sum a buffer's words, each times its own odd number, modulo 2^64: ``[]`` int64, without waiting.
 
     A changed word always changes the sum, and a moved one in all but 2^-60 of the cases.
     """
@@ -238,7 +238,7 @@ class WholeTensors:
 
 
 def stale_version(version: int, newest: int) -> WeightSyncError:
-    """Return the error for a version that does not come after the newest one."""
+    """Return the error for a version that is not newer than the newest one."""
     return WeightSyncError(
         f"Version {version} was published after version {newest}, but actors only ever take a newer one. "
         "Publish once per update, with the update's number."
@@ -307,13 +307,13 @@ class DoubleBuffer:
 
     @property
     def sending(self) -> int:
-        """Version that is sent now; -1 before the first."""
+        """Version being sent; -1 before the first."""
         current = self._current
         return -1 if current is None else current.version
 
     @contextmanager
     def holding(self) -> Iterator[PackedVersion]:
-        """Keep the version that is sent now in its buffers within the block."""
+        """Keep the version being sent in its buffers within the block."""
         with self._lock:
             assert self._current is not None
             self._holders, snapshot = self._holders + 1, self._current

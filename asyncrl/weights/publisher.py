@@ -7,10 +7,10 @@
               else without the late ones                      -> idle
     forming   the transport linked all members                -> linked
     linked    a version was packed                            -> send `send`, broadcast: receipts
-    receipts  all members answered                            -> linked; the set before may be packed again
+    receipts  all members answered                            -> linked; the previous set may be packed again
     any       deadline, failure or death of a member          -> idle, after a pause that grows
 
-An epoch is one passage from idle to idle. A version is promoted only when no end may still read the buffers
+An epoch is one passage from idle to idle. A version is promoted only when no peer may still read the buffers
 that it replaces: `_send` returns after all receipts, `_begin_epoch` comes first, pullers hold theirs.
 """
 

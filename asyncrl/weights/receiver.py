@@ -1,7 +1,7 @@
 """Receive the learner's versions, and swap the newest one into the policy between two decisions.
 
 The receiver's thread handles the messages of the learner's socket (`weight_server`), also while it forms a
-link, receives or fetches: a newer epoch or the end of the run ends these.
+link, receives or fetches: a newer epoch or the end of the run interrupts these.
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ class WeightReceiver(Receiver):
             self._record_damage(f"version {version} has checksum {found:x}, expected {checksum:x}.")
 
     def _fetch(self, version: int) -> bool:
-        """Fetch a version into the spare buffers; False if it is gone, because a newer one is there."""
+        """Fetch a version into the spare buffers; False if a newer one has replaced it."""
         into = [packing.as_bytes(buffer).numpy().data for buffer in self._spare_buffers()]
         missing = [
             (number, offset, min(CHUNK, len(view) - offset))

@@ -116,7 +116,7 @@ class WeightServer:
     # --- the learner's thread ---
 
     def pop_events(self) -> list[str]:
-        """Return and forget one line per receiver from elsewhere that came or went."""
+        """Return and forget one line per remote receiver that joined or left."""
         with self.changed:
             lines = list(self._events)
             self._events.clear()
@@ -150,7 +150,7 @@ class WeightServer:
             self.changed.notify_all()
 
     def send(self, peer: bytes, kind: str, payload: Buffer | None = None, **fields: Any) -> bool:
-        """Send without waiting; False if the receiver takes nothing now."""
+        """Send without waiting; False if the receiver cannot take it now."""
         try:
             self._socket.send_multipart([peer, *encode(kind, payload, **fields)], zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -162,7 +162,7 @@ class WeightServer:
         return True
 
     def begin_epoch(self, epoch: int) -> None:
-        """Announce an epoch to all members, also to those left behind: it ends their part of the last one."""
+        """Announce an epoch to all members, even to those left behind: it ends the last epoch for them."""
         for each in self.subscribers.values():
             if each.member and self._send_layout(each):
                 self.send(each.peer, "group", epoch=epoch)
@@ -180,7 +180,7 @@ class WeightServer:
             self._opened.close()
 
     def leave_behind(self, member: Subscriber) -> None:
-        """Go on without a member until it is heard again."""
+        """Continue without a member until its next message."""
         if member in self.members():
             member.behind = True
             self._log_event(member, LEFT_BEHIND)

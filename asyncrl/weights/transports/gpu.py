@@ -1,7 +1,7 @@
 """Send weights by NCCL between GPUs, one rank per GPU, and by CUDA IPC within the learner's own GPU.
 
-Members on the learner's GPU copy out of its buffers. It packs a set again only after all receipts, or in a
-new epoch.
+Members on the learner's GPU copy out of its buffers. The learner repacks a set only after all receipts, or in
+a new epoch.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class CudaIpcTransport:
         return cls(SameGpu(device, stream), NcclTransport(device, deadline, stream), gpu)
 
     def side_stream(self) -> AbstractContextManager[object]:
-        """Return a context on the stream of both."""
+        """Return a context on the stream of both carriers."""
         return self._far.side_stream()
 
     def connect_root(self, store: Store, size: int, buffers: BufferPair) -> Link:
