@@ -101,7 +101,7 @@ def scalar_types(version: int) -> dict[str, type]:
 
 
 def sample_specs(found: Iterable[tuple[Any, Any, Any]]) -> dict[str, ArraySpec]:
-    """Check a sample's arrays (name, dtype, shape); name -> spec, first ``N``, or raise ValueError."""
+    """Check a sample's arrays (name, dtype, shape); return specs with first axis ``N``."""
     specs: dict[str, ArraySpec] = {}
     for name, dtype, shape in found:
         identifier = isinstance(name, str) and re.fullmatch("[A-Za-z_][A-Za-z0-9_]{0,63}", name)

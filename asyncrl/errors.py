@@ -73,14 +73,14 @@ def first_line(error: object, longest: int = 200) -> str:
 
 
 def handle_signals(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
-    """Install a handler for the signals that end a command; an ignored SIGHUP stays so: `nohup`."""
+    """Install a handler for the signals that end a command; SIGHUP stays ignored under `nohup`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
 
 
 def end_at_once(number: int, frame: FrameType | None = None) -> None:
-    """Handle a signal by one line and the end of the process, without exit handlers; its children end too."""
+    """Handle a signal: print one line, then end the process (no exit handlers) and its children."""
     try:
         os.write(2, b"\n" * os.isatty(2) + b"asyncrl: interrupted\n")
     finally:

@@ -34,7 +34,7 @@ def plain_task(text: str) -> str:
 
 
 def check_instruction(value: object, where: str) -> str:
-    """Return the normal form of a text or its UTF-8; a ConfigError refuses what is damaged or has no word."""
+    """Return the normal form of a text or its UTF-8; ConfigError if it is damaged or has no word."""
     text = value.decode(errors="replace") if isinstance(value, bytes) else value
     task = plain_task(text) if isinstance(text, str) else ""
     if not any(map(str.isalnum, task)) or not task.isprintable() or "\ufffd" in task:
@@ -43,7 +43,7 @@ def check_instruction(value: object, where: str) -> str:
 
 
 def check_instructions(values: object, where: str, count: int = -1) -> tuple[str, ...]:
-    """Return the normal forms of a list of instructions, and refuse another number of them; -1: any."""
+    """Return the normal forms of `count` instructions (-1: any number), else raise ConfigError."""
     if not isinstance(values, Sequence) or isinstance(values, str | bytes) or count not in (-1, len(values)):
         wanted = "a tuple of texts" if count < 0 else f"a tuple of {count} texts"
         raise ConfigError(f"{where}: the instructions are {_shown(values)}, expected {wanted}.")
@@ -51,7 +51,7 @@ def check_instructions(values: object, where: str, count: int = -1) -> tuple[str
 
 
 def check_array(values: object, shape: Sequence[int], where: str) -> NDArray[Any]:
-    """Return an array of numbers or bools, finite or not; a ConfigError refuses others and another shape."""
+    """Return an array of numbers or bools, finite or not; ConfigError for another type or shape."""
     try:
         found: NDArray[Any] = np.asarray(values)
         problem = f"{found.dtype}{list(found.shape)}"
@@ -64,7 +64,7 @@ def check_array(values: object, shape: Sequence[int], where: str) -> NDArray[Any
 
 
 def check_verdicts(values: object, shape: Sequence[int], where: str) -> NDArray[np.bool_]:
-    """Return bools, or of finite numbers from 0 whether they are above 0.5; a ConfigError refuses others."""
+    """Return bools; finite numbers from 0 become True above 0.5. ConfigError for other values."""
     found = check_array(values, shape, where)
     if found.dtype.kind == "b":
         return found
@@ -77,7 +77,7 @@ def check_verdicts(values: object, shape: Sequence[int], where: str) -> NDArray[
 
 
 def check_pictures(found: Any, shape: Sequence[int], where: str) -> None:
-    """Refuse all but uint8 of a shape, -1 for any size above 0, by a ConfigError; looks at no pixel.
+    """Raise ConfigError unless `found` is uint8 of `shape` (-1: any size above 0); reads no pixel.
 
     >>> check_pictures(np.zeros((2, 8, 8, 3), np.uint8), (2, -1, -1, 3), "frames")
     """

@@ -50,7 +50,7 @@ class ActionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds(Typed):
-    """Range of numbers in a model's data (OpenVLA calls this BOUNDS_Q99); others are a ValueError."""
+    """Range of numbers in a model's data (OpenVLA: BOUNDS_Q99); ValueError if inconsistent."""
 
     q01: tuple[float, ...]  # first percentile of each, in the environment's units
     q99: tuple[float, ...]  # 99th percentile of each
@@ -71,7 +71,7 @@ class Bounds(Typed):
         return cls(q01=low, q99=high, mask=tuple(fields.get("mask", [True] * len(low))))
 
     def problem(self, numbers: int) -> str:
-        """Return why that many numbers cannot be scaled by these bounds; empty if they can."""
+        """Return why `numbers` values cannot be scaled by these bounds; empty if they can."""
         if len(self.q01) != numbers:
             return f"have {len(self.q01)} numbers, expected {numbers}"
         low, high = np.array(self.q01, np.float32), np.array(self.q99, np.float32)

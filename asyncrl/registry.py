@@ -142,7 +142,7 @@ def registered(kind: str) -> dict[str, tuple[str, ...]]:
 
 
 def check_name(kind: str, name: str) -> None:
-    """Raise ConfigError unless a name is built in, registered, or that of a class; imports nothing."""
+    """Raise ConfigError unless a name is built in, registered, or a class path; imports nothing."""
     if name in BUILT_IN[kind] or names_code(name) or name in (installed := registered(kind)):
         return
     near = difflib.get_close_matches(name, [*BUILT_IN[kind], *installed], n=1)
@@ -193,5 +193,5 @@ def own_code(settings: Any, kinds: Iterable[str] = PARTS_OF_A_RUN) -> list[tuple
 
 
 def names_module(setting: str) -> bool:
-    """Return True if a 'key=value' setting names a module to import, such as an own ManiSkill environment."""
+    """Return True if a 'key=value' setting names a module to import, such as your ManiSkill environment."""
     return setting.partition("=")[0].strip() == "module"

@@ -42,7 +42,7 @@ EpisodeStart = StartState | SimStart
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodePlan:
-    """An episode to make: its group, its place there, and its start."""
+    """An episode to make: its group, its place in it, and its start."""
 
     grant: GroupGrant
     member: int
@@ -114,7 +114,7 @@ class Slots:
         among: range,
         is_cheapest: Callable[[int, EpisodeStart], bool] = lambda index, start: True,
     ) -> list[int]:
-        """Fill free slots with pending episodes whose grant allows the policy; return these slots."""
+        """Fill free slots with pending episodes that `policy_version` may play; return these slots."""
         filled, free = [], [index for index in among if self.episodes[index] is None]
         while free and self.pending and self.pending[0].grant.min_version <= policy_version:
             pending = self.pending.popleft()
@@ -198,7 +198,7 @@ class Stage(Generic[State]):
 
     indices: range
     in_flight: list[Any] = field(default_factory=list)
-    """Of a world: decisions, several only after all slots together raised. Of a simulator: awaited slots."""
+    """World: launched decisions, several only if the joint attempt raised. Simulator: awaited slots."""
     timed_work: list[TimedWork] = field(default_factory=list)  # Besides `in_flight`, not counted yet
     _rows: list[int] = field(default_factory=list, init=False)  # The slot of each row of the state, ascending
     _state: Any = field(default=None, init=False)  # None without rows
@@ -219,7 +219,7 @@ class Stage(Generic[State]):
             self._state, self._rows = self._state.select(rows) if rows else None, list(indices)
 
     def state_of(self, indices: Sequence[int]) -> State:
-        """Return the rows of the slots `indices`: the state itself if these are all, else copies."""
+        """Return the rows of the slots `indices`: the state itself if these are all slots, else copies."""
         if self._rows == list(indices):
             return self._state
         return self._state.select([self._rows.index(index) for index in indices])

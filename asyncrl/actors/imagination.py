@@ -1,8 +1,8 @@
 """Makes one decision for all episodes of a stage: policy, world model, reward model.
 
 `launch` queues the device's work and waits for nothing; `collect` waits for it. On CUDA all work is queued on
-the current stream of the device, in the order of the launches. So a state that is swapped or overwritten
-was read before, and weights copied into the policy between two launches are those of the later one.
+the current stream of the device, in the order of the launches. So a state is read before it is swapped or
+overwritten, and weights copied into the policy between two launches apply to the later one.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class WorldBackend(Backend[State]):
 
     @torch.inference_mode()
     def begin(self, slots: Slots, stage: Stage[State], indices: list[int]) -> list[Failure]:
-        """Open the world for new episodes; returns the slots for whose start state it raises."""
+        """Open the world for new episodes; returns the slots whose start state it rejected."""
         for index in indices:
             episode = slots.episode(index)
             episode.task, episode.frame = episode.plan.start.task, _start_state(episode).present_frame
@@ -105,7 +105,7 @@ class WorldBackend(Backend[State]):
     def launch(
         self, slots: Slots, stage: Stage[State], indices: list[int], policy_version: int
     ) -> list[Failure]:
-        """Queue one decision in `indices`; returns the slots for which a model raises at once."""
+        """Queue one decision in `indices`; returns the slots whose models raised while queueing."""
         stage.keep(indices)
         parts, failed = retry_slots_singly(indices, partial(self._decide, slots, stage, policy_version))
         for part, (decision, after) in parts:

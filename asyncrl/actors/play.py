@@ -2,8 +2,8 @@
 
 `launch` decides for the slots of a stage that wait for a decision and sends each its steps; `collect` waits
 until simulators of the stage have answered. No slot waits for the slowest reset. A step has side effects, so
-no request is ever repeated: where a worker is lost its episodes begin again from their starts, with the same
-seeds and the weights of that time.
+no request is ever repeated: episodes of a lost worker begin again from their starts, with the same seeds and
+the current weights.
 
 B slots that are decided, C steps per decision, S steps that were carried out, K cameras, V = K - 1,
 Q numbers of state, A numbers per step.
@@ -94,7 +94,7 @@ class SimulatorBackend(Backend[Any]):
         return self.pool.loaded_task(index) == getattr(start, "task_id", -1)
 
     def begin(self, slots: Slots, stage: Stage[Any], indices: list[int]) -> list[Failure]:
-        """Request the resets of new episodes; a slot that still steps a removed one is reset afterwards."""
+        """Request the resets of new episodes; a slot still stepping a removed one is reset afterwards."""
         self.release(slots, stage)
         for index in indices:
             if not self._slots[index].awaits_answer:

@@ -68,7 +68,7 @@ def constant_to_device(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor to a device as `to_device`; a tensor that is there is returned itself."""
+    """Move a tensor to a device as `to_device`; a tensor already there is returned itself."""
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

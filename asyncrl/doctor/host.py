@@ -72,7 +72,7 @@ def _cgroup(name: str) -> str:
 
 
 def check_shared_memory(_: Examination, folder: Path = SHARED, gpus: int | None = None) -> Finding:
-    """Check the shared memory that NCCL may use between GPUs; None: as many as the driver shows."""
+    """Check the shared memory that NCCL may use between GPUs; `gpus` None: those that the driver lists."""
     usage = shutil.disk_usage(folder) if folder.is_dir() else None
     free, total = (usage.free, usage.total) if usage else (0, 0)
     seen = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free in {folder}"
@@ -116,7 +116,7 @@ def check_run_folder(examination: Examination) -> Finding:
 
 
 def check_free_disk(examination: Examination) -> Finding:
-    """Compare the most that replay and checkpoints take with the free space."""
+    """Compare the largest size of replay and checkpoints with the free space."""
     config, folder = examination.config, _disk_folder(examination.config)
     free = shutil.disk_usage(folder).free + _held(config)
     # While a checkpoint is written, all kept ones are still there.

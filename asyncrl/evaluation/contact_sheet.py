@@ -78,7 +78,7 @@ def start_of(episode: SimulatedEpisode, step: int = 0) -> StartState:
 
 
 def check_suffix(path: Path) -> None:
-    """Refuse another suffix than .gif or .mp4, and .mp4 without the package `av`."""
+    """Refuse suffixes other than .gif and .mp4, and .mp4 without the package `av`."""
     if path.suffix.lower() not in (".gif", ".mp4"):
         raise ConfigError(f"--video {path} must end in .gif or .mp4.")
     if path.suffix.lower() == ".mp4":
@@ -181,7 +181,7 @@ def write_judged_movie(path: Path, episodes: Sequence[JudgedEpisode], title: str
 
 
 def write_judged_sheet(path: Path, episodes: Sequence[JudgedEpisode], title: str) -> None:
-    """Write a row per episode: first picture, judged imagined picture, the true one then, end."""
+    """Write a row per episode: first picture, judged imagined picture, the true one of that step, end."""
     with replacing(path) as part:
         in_columns([[_row(episode) for episode in episodes]], [title]).save(part, "PNG")
 

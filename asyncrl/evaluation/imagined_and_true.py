@@ -282,7 +282,7 @@ def imagine_group(
 ) -> list[tuple[NDArray[np.uint8], NDArray[np.float32]]]:
     """Imagine stored actions again with the stored noise: frames ``[N * C, H, W, 3]`` and scores ``[N, C]``.
 
-    `rows`: of every pass; fewer are filled up with copies of the first. 0: all members that go on.
+    `rows` of every pass, padded with copies of the first; 0: all members still running.
     """
     size = rows or len(episodes)
     parts = [episodes[first : first + size] for first in range(0, len(episodes), size)]

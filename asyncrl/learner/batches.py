@@ -140,7 +140,7 @@ def group_outcome(group: Sequence[Episode]) -> GroupOutcome:
 
 
 def batch_metrics(outcomes: Sequence[GroupOutcome], version: int) -> dict[Metric, float]:
-    """Compute the metrics of an update's groups; none of no groups."""
+    """Compute the metrics of an update's groups; empty without groups."""
     if not outcomes:
         return {}
     returns, lengths, successes, terminated = (

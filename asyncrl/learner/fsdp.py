@@ -2,10 +2,10 @@
 
     all weights are trained    blocks (Llama layers, vision blocks) are units, gathered when they run and
                                freed after it, or after the last pass of a step; small neighbours in a list
-                               share a unit, because the host needs as long for a small one; the rest
+                               share a unit, because a small one costs the host as much; the rest
                                (embeddings, norms, heads) is the root
     adapters are               one unit, the root, gathered once per step. Frozen weights are never sharded:
-                               gathering them in each pass would cost more than their room
+                               gathering them in each pass would cost more than it saves
 
 With several copies (hybrid sharding) every row of ranks has all of the policy: gradients are summed within
 rows in each pass, between rows after the last of a step. FSDP2 averages the loss: multiply it by the ranks.
@@ -154,8 +154,8 @@ def join_small(network: nn.Module, blocks: Iterable[nn.Module]) -> list[list[nn.
 def summed_gradient(policy: object) -> Iterator[Callable[[], None]]:
     """Sum the gradients of several passes for one step; yields a function to call before the last pass.
 
-    Adapters are gathered once, and their gradients summed over the ranks after the last pass. Of several
-    units ranks sum gradients in each pass, because whole ones would not fit.
+    Adapters are gathered once, and their gradients summed over the ranks after the last pass. With several
+    units, gradients are summed in each pass: unsharded, they would not fit.
     """
     units: Units | None = getattr(policy, UNITS, None)
     if units is None:
@@ -200,7 +200,7 @@ def _copied(network: nn.Module, inputs: Any, output: Any) -> Any:
 
 
 def make_float32_masters(network: nn.Module, precision: Precision) -> None:
-    """Convert trained parameters to float32, with fp32 also frozen ones."""
+    """Convert trained parameters to float32; with fp32, frozen ones too."""
     for parameter in network.parameters():
         if precision == "fp32" or parameter.requires_grad:
             parameter.data = parameter.data.float()

@@ -71,7 +71,7 @@ class BatchWait:
         return max(0.0, self._progressed_at + self._timeout - self._clock())
 
     def update(self, status: SampleTimeout) -> bool:
-        """Return True if the batch progressed: a group imagined again is no progress twice."""
+        """Return True if the batch progressed; a group imagined again counts once."""
         # A new replay counts from 0.
         made = 0 if self._decisions < 0 else max(0, status.decisions - self._decisions)
         self._decisions, more_episodes = status.decisions, status.episodes > self._episodes
@@ -121,7 +121,7 @@ class Learner:
         self._measured_since = self._waited = 0.0
 
     def restore(self, folder: Path) -> None:
-        """Go on from a checkpoint, whose frozen weights were loaded before."""
+        """Resume from a checkpoint; its frozen weights are already loaded."""
         progress = checkpoint.load(
             folder,
             optimizer=self.update.optimizer,
@@ -339,7 +339,7 @@ class Learner:
             )
 
     def _try_to_save(self) -> None:
-        """An error here must not hide the failure that is raised next."""
+        """A failed save must not hide the failure that is raised next."""
         try:
             self._save()
             self.checkpoints.finish()

@@ -100,7 +100,7 @@ class ClippedOptimizer:
             self.optimizer.step()
 
     def end_update(self) -> dict[Metric, float]:
-        """Wait for the steps since `set_version`; returns their norms, rates and the updates with skips."""
+        """Wait for the steps since `set_version`; returns norms, rates and the count of skipping updates."""
         groups = self._learning_groups
         norms = torch.stack(self._steps).cpu() if self._steps else torch.zeros(0, len(groups))
         finite = torch.isfinite(norms).all(dim=1)

@@ -31,7 +31,7 @@ from asyncrl.learner.update_metrics import MetricAccumulator
 
 @dataclass(kw_only=True)
 class PreparedBatch:
-    """Facts from before the first step, and those that the first pass over a decision adds."""
+    """Values computed before the first step, and those that a decision's first pass adds."""
 
     estimates: AdvantagesAndTargets
     first_logprob: Tensor  # [D, C, A] float32 log-probs when a decision was first evaluated in this update

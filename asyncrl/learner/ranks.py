@@ -264,7 +264,7 @@ def joined_ranks(
     patience: float = COLLECTIVE_DEADLINE,
     remedy: str = RESUME,
 ) -> Iterator[LearnerRanks]:
-    """Meet the other ranks for the block, in the default process group: at `store`, else as torchrun has it.
+    """Join the default process group for the block, through `store` or else torchrun's rendezvous.
 
     One rank that computes in float32 needs no group; FSDP's passes in bfloat16 do.
     """
@@ -295,7 +295,7 @@ def leave_group() -> None:
 
 @contextmanager
 def explain_lost_peer(awaited: str, remedy: str = RESUME) -> Iterator[None]:
-    """Turn the failure of a collective into a RunError that names the awaited."""
+    """Turn the failure of a collective into a RunError that names `awaited`."""
     try:
         yield
     except RuntimeError as error:

@@ -38,7 +38,7 @@ def acting_types(policy: Any) -> dict[str, torch.dtype]:
 
 
 def acting_weights(policy: Any, types: Mapping[str, torch.dtype]) -> GatheredWeights:
-    """Plan to gather the actors' weights of a policy that is sharded already, or unsharded on one rank."""
+    """Plan to gather the actors' weights from a sharded policy, or an unsharded one on one rank."""
     # The parameters themselves: detaching a thousand sharded ones takes longer than all else here.
     return GatheredWeights(
         lambda: {name: p for name, p in policy.trainable_parameters().items() if name in types}, types
@@ -119,7 +119,7 @@ def _buckets(tensors: Mapping[str, DTensor], types: Mapping[str, torch.dtype]) -
 
 
 class _Bucket:
-    """Tensors that travel together. Rank r has the r-th rows; of several copies, rank 0's row sends."""
+    """Tensors that travel together. Rank r has the r-th rows; with several copies, rank 0's row sends."""
 
     def __init__(
         self, names: list[str], tensors: Mapping[str, DTensor], types: Mapping[str, torch.dtype]

@@ -126,7 +126,7 @@ class Policy(nn.Module):
 
             Args:
                 folder: The part of --policy after the @, a folder of `save`, or a checkpoint of a run.
-                settings: Of ``[policy.settings]`` or --policy-settings.
+                settings: From ``[policy.settings]`` or --policy-settings.
             """
             ...
 
@@ -139,7 +139,7 @@ class Policy(nn.Module):
 
         @property
         def image_size(self) -> int:
-            """Height and width in pixels of the pictures it is best shown; others are resized."""
+            """Preferred height and width of pictures in pixels; others are resized."""
             ...
 
         def preprocess(
@@ -191,7 +191,7 @@ class Policy(nn.Module):
             ...
 
         def lora_layers(self, targets: str) -> list[str]:
-            """For --lora.rank: names in `named_modules` of the layers with adapters; language or all."""
+            """For --lora.rank: names in `named_modules` of the layers with adapters, by --lora.targets."""
             ...
 
         def compile_acting(self, rows: int, tasks: Sequence[str]) -> None:

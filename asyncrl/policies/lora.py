@@ -34,9 +34,9 @@ _SETTINGS: Final = (
     "layers_pattern lora_dropout inference_mode task_type peft_type peft_version auto_mapping revision "
     "base_model_name_or_path init_lora_weights eva_config corda_config loftq_config lora_ga_config"
 )
-"""Settings of peft that leave the tensors their meaning; any other has to be as peft has it by default."""
+"""Settings of peft that do not change what the tensors mean; all others must have peft's defaults."""
 _STARTS: Final = (True, False, "gaussian", "eva", "orthogonal")
-"""Values of init_lora_weights with which training began on the base as it is; others (PiSSA) change it."""
+"""Values of init_lora_weights that leave the base weights unchanged; others (PiSSA) change them."""
 
 
 def add_lora(

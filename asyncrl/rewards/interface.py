@@ -53,7 +53,7 @@ def deciding_step(
     """Return the decision and step that get the reward and end the episode for learning; None without one.
 
     RLinf pays the score of the frame that ends the decision, so a success that relapses within it returns 0.
-    Here ``frames=1`` pays it; ``"last"`` neither pays nor ends it.
+    Here ``frames=1`` rewards it; ``"last"`` does not, nor ends it.
 
     Args:
         scores_NC: ``[N, C]`` float32 probabilities of success.

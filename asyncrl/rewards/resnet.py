@@ -267,7 +267,7 @@ class RewardFiles:
 
 
 def open_reward(folder: Path, tasks: Collection[str] = ()) -> dict[str, RewardFiles]:
-    """Read the descriptions of a folder's networks: by group those of LIBERO-Long, else one, by ''."""
+    """Read the descriptions of a folder's networks: by group for LIBERO-Long, else one under ''."""
     if (folder / "reward.json").is_file():
         return {"": _open_own(folder)}
     if (place := _find_groups(folder)) is None:

@@ -1,6 +1,6 @@
 """The interface of every simulator, and how one is built by its name on the command line.
 
-A simulator has places in which episodes with true physics are played, each place one of its own. Nothing
+A simulator has places, each of which plays its own episode with true physics. Nothing
 resets by itself, and everything about an episode follows from its `SimStart` and the actions.
 
 Letters: n places addressed, K cameras, H W picture size in pixels (equal), Q numbers of state, A numbers per
@@ -47,7 +47,7 @@ class SimulatorSpec(Typed):
     state_dim: int = 0
     """``Q``: numbers of the robot's state, as published policies expect it."""
     poses: bool = False
-    """True if `Seen.poses` is filled, with which some world models begin."""
+    """True if `Seen.poses` is filled, which some world models need."""
     action_low: tuple[float, ...] = (-1.0,) * 7
     action_high: tuple[float, ...] = (1.0,) * 7
     """``A`` bounds, to which actions are clipped."""
@@ -158,7 +158,7 @@ class Simulator(Protocol):
     in pixels (0: its own size), ``horizon=`` (steps until truncation) if --horizon is set, and the keywords
     of --simulator-settings.
 
-    Optional attributes of the class: ``most_places = 1`` if it can only have so many; ``usual_places = 4``,
+    Optional attributes of the class: ``most_places = 1`` if it can have no more; ``usual_places = 4``,
     the default number; ``any_image_size = True`` if it has no official picture size; and a class method
     ``describe`` with the same arguments, which returns the spec without building a scene.
     """
@@ -199,13 +199,13 @@ class Demonstrator(Bounded, section="expert."):
     offset: tuple[float, float] = (0.0, 0.0)
     """Constant error of the grasp position in metres (x, y): a badly calibrated demonstrator."""
     retry: bool = False
-    """Whether it reaches again after a missed grasp."""
+    """True: reach again after a missed grasp."""
     spread: Annotated[float, AtLeast(0, "it is a deviation.", "Use 0.")] = 0.0
     """Standard deviation of a further grasp error in metres, drawn per episode."""
     place_offset: tuple[float, float] = (0.0, 0.0)
     """Constant error of where the object is set down, in metres (x, y)."""
     place_spread: Annotated[float, AtLeast(0, "it is a deviation.", "Use 0.")] = 0.0
-    """Standard deviation of a further error of the same in metres, drawn per episode."""
+    """Standard deviation of a further such error in metres, drawn per episode."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -275,7 +275,7 @@ def stored_start(spec: SimulatorSpec, task_id: int, trial: int) -> SimStart:
 
 
 def random_start(spec: SimulatorSpec, seed: int) -> SimStart:
-    """Return the start that belongs to a seed. Tasks with stored starts take turns by the seed."""
+    """Return the random start of a seed; with stored starts, the seed also selects the task."""
     if not spec.trials:
         task = spec.tasks[0] if len(spec.tasks) == 1 else ""
         return SimStart(name=f"{spec.name}/seed-{seed}", task=task, seed=seed)
@@ -286,7 +286,7 @@ def random_start(spec: SimulatorSpec, seed: int) -> SimStart:
 
 
 def check_settings(settings: object) -> None:
-    """Refuse --simulator-settings of another type than the fields of their dataclass; numbers count."""
+    """Raise ConfigError for settings of a wrong type or value; ints must be from 0 to 100,000."""
     for name, kind in typing.get_type_hints(type(settings)).items():
         value, choices, wanted = getattr(settings, name), typing.get_args(kind), ""
         if choices and value not in choices:

@@ -31,7 +31,7 @@ class Place(Protocol):
         ...
 
     def step(self, action: NDArray[np.float32]) -> Outcome:
-        """Carry out ``[A]`` float32."""
+        """Carry out an action ``[A]`` float32."""
         ...
 
     def look(self) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:

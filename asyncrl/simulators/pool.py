@@ -36,7 +36,7 @@ _nothing: Final = partial(np.zeros, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class SlotAnswer:
-    """Result of a request in one slot, by which S steps were made.
+    """Result of a request in one slot, which made S steps.
 
     Letters: K cameras, H W picture size in pixels (equal), Q numbers of state, A numbers per action.
     """

@@ -1,7 +1,7 @@
-"""Serve a simulator pool as one worker: play the places of one simulator, answer each place by itself.
+"""Serve a simulator pool as one worker: play the places of one simulator, answer each place separately.
 
-All requests that have come are stepped together; with `SimulatorSpec.lockstep` once every playing place has
-one. Requests and answers are dicts of plain values and arrays, which `pack` writes for a pipe.
+Requests received are stepped together; with `SimulatorSpec.lockstep` once every playing place has a request.
+Requests and answers are dicts of plain values and arrays, which `pack` writes for a pipe.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Turn:
 
     @property
     def wants_picture(self) -> bool:
-        """True if the next step's is wanted."""
+        """True if the next step's picture is."""
         return self.frames == "all" or (self.frames == "last" and len(self.done) == self.steps - 1)
 
 

@@ -119,7 +119,7 @@ class Renderer:
         model: A ``mujoco.MjModel`` whose off-screen buffer is at least ``size * supersample`` wide. Other
             models compiled from the same text may be drawn too.
         cameras: Names of K cameras of the model.
-        without: Of ``mujoco.mjtRndFlag``, such as ``SHADOW``: not drawn.
+        without: Flags of ``mujoco.mjtRndFlag`` to turn off, as ``SHADOW``.
     """
 
     def __init__(

@@ -72,8 +72,8 @@ class SimulatedEpisode:
     repeat: int
     task: str
     frames: NDArray[np.uint8]
-    """``[F, H, W, 3]`` of the first camera, from the first observation on. Without frames, here and in the
-    next three, ``[1, ...]``: only the first observation."""
+    """``[F, H, W, 3]`` of the first camera, from the first observation on. Without frames, this and the next
+    three hold only the first observation, ``[1, ...]``."""
     more_frames: NDArray[np.uint8]  # [F, K - 1, H, W, 3] of the other cameras.
     states: NDArray[np.float32]  # [F, Q].
     poses: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))

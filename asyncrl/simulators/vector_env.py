@@ -115,7 +115,7 @@ class VectorEnvSimulator:
         success_key: Key of a bool in info.
         idle: ``[A]`` the action that moves nothing. None: zeros, or the bound next to zero.
         max_steps: Steps until an episode is truncated; 0: ``max_episode_steps`` of the registration.
-        name: In starts and recordings; empty: the registered name.
+        name: Name in starts and recordings; empty: the registered one.
     """
 
     def __init__(

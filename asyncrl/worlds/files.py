@@ -1,7 +1,7 @@
 """Folders of worlds: their kind, and the parts that all kinds share.
 
 A kind is recognised by names of tensors. Folders that asyncrl wrote have ``world.json`` too, with the kind
-and the facts that shapes do not tell; without it the facts of the published worlds apply.
+and the facts that shapes do not determine; without it the facts of the published worlds apply.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class WorldFolder:
         )
 
     def check(self) -> int:
-        """Check that all tensors are there and fit; return the bytes that the loaded world takes."""
+        """Check that all tensors exist and fit; return the bytes that the loaded world takes."""
         raise NotImplementedError
 
     def slot_bytes(self, decisions: int = 0) -> SlotBytes:
@@ -253,7 +253,7 @@ class FolderWorld(ABC):
     @staticmethod
     @abstractmethod
     def files(folder: Path, settings: ImaginationSettings = AS_SAVED) -> Any:
-        """Read sizes and facts as a `WorldFolder`; refuse settings that the kind cannot follow."""
+        """Read sizes and facts as a `WorldFolder`; refuse settings that the kind does not support."""
 
     @classmethod
     @abstractmethod
@@ -333,7 +333,7 @@ class FolderWorld(ABC):
 
 
 def refuse(problems: Mapping[str, bool]) -> None:
-    """Raise ConfigError for the first problem, a text after ``--imagination.``, that is not empty."""
+    """Raise ConfigError for the first non-empty problem, a text that follows ``--imagination.``."""
     for problem in (problem for problem, there in problems.items() if there):
         raise ConfigError(f"--imagination.{problem}")
 
@@ -398,7 +398,7 @@ def shape_of(files: TensorFiles, model: str, name: str, axes: int) -> torch.Size
 
 
 def count_blocks(pattern: str, names: Iterable[str]) -> int:
-    """Count the numbers that the group of a regular expression matches at the beginning of names."""
+    """Count the distinct numbers that a pattern's group matches at the beginning of names."""
     matches = (re.match(pattern, name) for name in names)
     return len({match[1] for match in matches if match})
 

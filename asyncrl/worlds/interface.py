@@ -66,9 +66,9 @@ class World(Protocol[State]):
         """Read a world for inference.
 
         Args:
-            folder: Of --world, or after its @.
+            folder: Value of --world, after any @.
             settings: --imagination.*; unsupported ones are refused.
-            own: Of ``[world.settings]`` or --world-settings.
+            own: From ``[world.settings]`` or --world-settings.
         """
         ...
 
@@ -123,7 +123,7 @@ class World(Protocol[State]):
 
         @classmethod
         def defaults(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> WorldDefaults:
-            """Return the defaults of a folder for the settings of episodes; reads no weights."""
+            """Return a folder's defaults for episode settings; reads no weights."""
             ...
 
         @classmethod

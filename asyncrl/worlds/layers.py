@@ -52,7 +52,7 @@ class FrameVaeConfig(Typed):
 
     @classmethod
     def small(cls) -> FrameVaeConfig:
-        """Return a size of 2.4 million parameters with equal latents: decoding costs three times."""
+        """Return a size of 2.4 million parameters with equal latents: decoding costs 3 times as much."""
         return cls(widths=(32, 64, 96, 96), layers_per_block=1, groups=8, scale=1.0)
 
     @classmethod
@@ -223,7 +223,7 @@ def fits_float8(layer: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def use_float8(network: nn.Module) -> None:
-    """Replace the fitting linear layers of a network by rounded ones."""
+    """Replace a network's linear layers by rounded ones if `fits_float8`."""
     for parent in list(network.modules()):
         for name, layer in list(parent.named_children()):
             if fits_float8(layer):

@@ -207,7 +207,7 @@ def _shuffled(count: int, seed: int, turn: int) -> tuple[int, ...]:
 
 
 def start_state_at(states: Sequence[T], seed: int, n: int) -> T:
-    """Return the n-th start state of the stream `seed`: all states in random order, again and again."""
+    """Return the n-th start state of the stream `seed`: all states in random order, repeatedly."""
     round_number, position = divmod(n, len(states))
     return states[_shuffled(len(states), seed, round_number)[position]]
 

@@ -67,7 +67,7 @@ def convert(
 
     Args:
         original: Published folder with the unused tensors and other stacks' files; None: the source itself.
-        dtype: Of all numbers written, and of the policy's arithmetic; None: those of the source.
+        dtype: Type of all numbers written and of the policy's arithmetic; None: the source's.
     """
     _check_paths(source, folder, adapter)
     opened = open_any(source, choices)

@@ -64,7 +64,7 @@ class PublishedOptions(Typed):
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:
-        """Check the names of settings, as of --policy-settings."""
+        """Check the names of settings, as in --policy-settings."""
         known = sorted(field.name for field in dataclasses.fields(cls))
         if unknown := sorted(settings.keys() - set(known)):
             raise ConfigError(
@@ -88,7 +88,7 @@ class Original:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyFolder:
-    """An opened policy folder; of its weights only the headers were read."""
+    """An opened policy folder; only the headers of its weights were read."""
 
     original: Original
     config: OpenVLAOFTConfig

@@ -53,7 +53,7 @@ class Scene:
     """The scene of one task, with at most one episode under way.
 
     Args:
-        cameras: Of `CAMERAS`.
+        cameras: Some of `CAMERAS`.
         files: Path of a file -> the one drawn in its place.
     """
 

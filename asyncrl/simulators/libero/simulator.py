@@ -1,6 +1,6 @@
 """LIBERO's suites as simulators: official starts, pictures, states, instructions and horizons.
 
-One object plays one episode. A reset takes a fraction of a second, with another task seconds: its scene is
+One object plays one episode. A reset takes a fraction of a second; of another task, seconds: its scene is
 built.
 """
 
@@ -130,7 +130,7 @@ class LiberoPlace:
         return self._spec.tasks[start.task_id]
 
     def step(self, action: NDArray[np.float32]) -> Outcome:
-        """Carry out ``[7]``."""
+        """Carry out an action ``[7]``."""
         return Outcome(self.scene.step(action.astype(np.float64)))
 
     def look(self) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:

@@ -1,7 +1,7 @@
 """A task of ManiSkill3, in simulations on the CPU, one per place.
 
 ManiSkill draws at every step; here a picture is drawn when it is wanted, and nothing is hidden: a goal that
-ManiSkill draws only for people is shown, as a policy that sees cannot know it otherwise.
+ManiSkill draws only for people is shown, as a policy could not see it otherwise.
 
 Letters: K cameras, H W picture size in pixels (equal), Q numbers of state, A numbers per action.
 """
@@ -63,7 +63,7 @@ class ManiSkillSettings:
     """`success`; `shaped`: `GraspReward`; `dense`: ManiSkill's own between 0 and 1."""
     wrist: bool = False  # Show the camera on the hand as a second picture
     convention: Literal["", "asyncrl", "maniskill"] = ""
-    """`asyncrl`: rotations are right-handed, gripper -1 = open. `maniskill`: numbers are handed on as they
+    """`asyncrl`: rotations are right-handed, gripper -1 = open. `maniskill`: numbers are passed on as they
     are: rotations of `pd_ee_delta_pose` have the other sign, gripper +1 = open. Empty: `maniskill` for tasks
     with published policies, else `asyncrl`."""
     module: str = ""  # A module of yours that registers the environment with ManiSkill when it is imported
@@ -120,7 +120,7 @@ class ManiSkillPlace:
         return self._task.instruction or self.env.get_language_instruction()[0]
 
     def step(self, action: NDArray[np.float32]) -> Outcome:
-        """Carry out ``[A]``."""
+        """Carry out an action ``[A]``."""
         torch, space = importlib.import_module("torch"), self.env.single_action_space
         given: Any = torch.as_tensor((action * self.signs).astype(np.float32)[None], device=self.env.device)
         if hasattr(space, "spaces"):  # Several robots: by name.

@@ -2,9 +2,9 @@
 
 EVAC is published as one training checkpoint of Lightning (``*.ckpt``) or DeepSpeed (``*.pt``) with all
 networks under prefixes; OpenCLIP's tower may lie in a file of its own, the model of the hand's poses does.
-asyncrl writes a safetensors file per network, named by its prefix, and facts that shapes do not tell. The
-autoencoder has the names of latent diffusion (arXiv 2112.10752), which count the decoder's levels in the
-other direction than diffusers. OpenCLIP keeps queries, keys and values in one tensor.
+asyncrl writes a safetensors file per network, named by its prefix, and facts that shapes do not determine.
+The autoencoder has the names of latent diffusion (arXiv 2112.10752), which count the decoder's levels in the
+opposite direction to diffusers. OpenCLIP keeps queries, keys and values in one tensor.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ _SQUARE: Final = re.compile(r"\.mid\.attn_1\.(q|k|v|proj_out)\.weight$")
 
 
 def grouped(part: str, state: Mapping[str, Tensor], levels: int) -> dict[str, list[tuple[str, Tensor]]]:
-    """Group tensors by the published one that they are in: queries, keys, values, or one alone."""
+    """Group tensors by the published tensor that holds them: queries, keys, values, or one alone."""
     groups: dict[str, list[tuple[str, Tensor]]] = {}
     for own, tensor in state.items():
         name = world_files.renamed(own, _NAMES.get(part, ()))
@@ -272,7 +272,7 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _find_tensors(folder: Path) -> tuple[str, dict[str, TensorFiles]]:
-    """Return the name of a world's main file, and its tensors' files by published name; none without one."""
+    """Return a world's main file and its tensors' files by published name; both empty without a main file."""
     files, errors = _open_files(folder)
     main = [path for path, held in files.items() if world_files.EVAC_MARK in held.names()]
     if not main:

@@ -63,7 +63,7 @@ class EvacState(TensorState):
     left: Tensor  # [B] int64 decisions that there is still room for, on the CPU, so that reading never waits.
 
     def write_rows(self, indices: Sequence[int], other: Self) -> Self:  # pyright: ignore
-        """See `TensorState.write_rows`; both need room for as many frames."""
+        """See `TensorState.write_rows`; both need room for equally many frames."""
         if other.history.shape[1] != self.history.shape[1]:
             raise ConfigError(
                 f"a state with room for {other.history.shape[1]} frames cannot go into one with room for "

@@ -2,7 +2,7 @@
 
 A folder like RLinf-OpenSora-LIBERO-Spatial holds the transformer (one safetensors file, or shards with an
 index), the autoencoder in ``vae/`` and ``dataset_statistics.json``. Sizes are read from shapes and from
-``vae/config.json``; world.json has the image size and the steps, which else are the published ones.
+``vae/config.json``; world.json has the image size and the steps; without it the published ones apply.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def recognise_transformer(files: TensorFiles, about: Mapping[str, Any]) -> STDiT
 
 
 def recognise_vae(folder: Path, about: Mapping[str, Any]) -> tuple[TensorFiles, FrameVaeConfig]:
-    """Open the autoencoder of a folder, by diffusers' names of today, and return its size."""
+    """Open the autoencoder of a folder, by diffusers' current names, and return its size."""
     inside = folder / VAE
     if not inside.is_dir():
         raise CheckpointError(

@@ -144,7 +144,7 @@ class OpenSoraWorld(FolderWorld):
 
     @torch.no_grad()
     def denoise(self, state: OpenSoraState, actions_BCA: Tensor, noise_seeds: Sequence[int]) -> Tensor:
-        """Draw the eight new latents ``[B, Z, 8, h, w]`` float32, scaled; arguments as of `imagine`."""
+        """Draw the eight new latents ``[B, Z, 8, h, w]`` float32, scaled; arguments as in `imagine`."""
         _, channels, _, height, width = state.latents.shape
         noise = draw_noise(noise_seeds, (channels, CHUNK, height, width))
         scaled = normalise(actions_BCA, self._low_A, self._high_A)

@@ -65,7 +65,7 @@ _VAE_NAMES: Final = (
 
 
 def vae_name(name: str) -> str:
-    """Map a tensor name of ``Wan2.2_VAE.pth``, or of diffusers, to that of diffusers."""
+    """Translate a tensor name of ``Wan2.2_VAE.pth`` to diffusers'; diffusers' names stay."""
     return world_files.renamed(name, _VAE_NAMES)
 
 
@@ -249,7 +249,7 @@ def recognise_vae(files: TensorFiles, about: Mapping[str, Any]) -> VaeConfig:
 
 
 def rewrite_world(source: Path, folder: Path, tensors: Mapping[str, Tensor], version: int) -> None:
-    """Write a world's folder again with other weights of its transformer, by diffusers' names."""
+    """Rewrite a world's folder with other transformer weights, by diffusers' names."""
     files = open_world(source).transformer.paths
     folder.parent.mkdir(parents=True, exist_ok=True)
     with replacing(folder) as part:

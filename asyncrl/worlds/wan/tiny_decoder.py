@@ -1,9 +1,8 @@
 """Draw frames from latents at a small part of the autoencoder's cost, with a distilled decoder.
 
 Every level works on whole latent frames with two-dimensional convolutions; only the last layer turns channels
-into time. Memory blocks see half of the channels of their input one latent frame earlier, so a stream's
-memory is one tensor per block. The idea is TAEHV's; this architecture is our own. `asyncrl fit decoder`
-trains it.
+into time. Memory blocks also see half of the previous latent frame's input channels, so a stream's memory is
+one tensor per block. The idea is TAEHV's; this architecture is our own. `asyncrl fit decoder` trains it.
 
 Dimension letters:
     B  videos    F  latent frames    N = B F    Z  latent channels    h, w  latent size    H, W  pixels
@@ -56,7 +55,7 @@ class TinyDecoderConfig(Typed):
 
 
 class MemoryBlock(nn.Module):
-    """A residual block that also sees half of its input channels of one latent frame earlier."""
+    """A residual block that also sees half of the previous latent frame's input channels."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -98,7 +97,7 @@ class TinyDecoder(nn.Module):
     def decode(
         self, latents_BZFhw: Tensor, cache: Memory | None, *, clamp: bool = True
     ) -> tuple[Tensor, Memory]:
-        """See `vae.FullDecoder.decode`; `clamp` as of `decode_step`."""
+        """See `vae.FullDecoder.decode`; `clamp` as in `decode_step`."""
         if cache is None and latents_BZFhw.shape[2] != 1:
             raise ValueError(f"a video starts with a single latent frame, got {latents_BZFhw.shape[2]}")
         opens = latents_BZFhw.shape[2] == 1  # not compiled, as in `vae.FullDecoder`
@@ -108,7 +107,7 @@ class TinyDecoder(nn.Module):
         return (frames.clamp(-1, 1) if clamp else frames), after
 
     def compile(self) -> None:
-        """Compile for one fixed batch size; `decode` is not `forward`, so `compile` would not do."""
+        """Compile for one fixed batch size; `decode` is not `forward`, so `Module.compile` misses it."""
         self._stream = torch.compile(self._run, fullgraph=True, dynamic=False)
 
     def forward(self, latents_BZFhw: Tensor) -> Tensor:

@@ -197,5 +197,5 @@ def _enter(mlp: Any, actions: Tensor) -> Tensor:
 
 
 def transformer_name(name: str) -> str:
-    """Map a tensor name of Wan's authors, or of diffusers, to that of diffusers."""
+    """Translate a tensor name of Wan's authors to diffusers'; diffusers' names stay."""
     return renamed(name, _TRANSFORMER_NAMES)

@@ -125,7 +125,7 @@ def use_channels_last(network: nn.Module) -> None:
 def _statistics(
     mean: tuple[float, ...], std: tuple[float, ...], device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and deviation, ``[1, Z, 1, 1, 1]`` each; cached, for a copy to a device would wait."""
+    """Return mean and deviation, ``[1, Z, 1, 1, 1]`` each; cached, as a copy to a device would wait."""
     with torch.inference_mode(False):  # A tensor made in inference mode could not take part in a gradient.
         both = torch.tensor([mean, std], device=device, dtype=dtype)[:, None, :, None, None, None]
     return both[0], both[1]
@@ -329,7 +329,7 @@ class FullDecoder:
         self._layers: Layers = decode_layers
 
     def decode(self, latents_BZFhw: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
-        """Draw the next frames of `B` videos in [-1, 1]; arguments and result as of `decode_step`."""
+        """Draw the next frames of `B` videos in [-1, 1]; arguments and result as in `decode_step`."""
         # Single latents open videos, in batches of many sizes: compiling would begin again for each.
         layers = decode_layers if latents_BZFhw.shape[2] == 1 else self._layers
         return decode_step(self.vae, latents_BZFhw, cache, layers=layers)

@@ -1,7 +1,7 @@
 """Imagine frames from start states and actions with the Wan world model.
 
 The transformer sees a window of four latents: [anchor, memory, new, new]. The anchor is the first frame, the
-memory stands for the last four frames, and every decision makes two latents (8 frames). Two ways to go on:
+memory stands for the last four frames, and every decision makes two latents (8 frames). Two ways to continue:
 
     latents   the memory is the last latent, and the decoder goes on from where it stopped
     frames    as published: the last four frames become uint8 pixels and are encoded again behind the first
@@ -178,7 +178,7 @@ class WanWorld(FolderWorld):
 
     @torch.no_grad()
     def denoise(self, state: WanState, actions_B8A: Tensor, noise_seeds: Sequence[int]) -> Tensor:
-        """Draw the two new latents ``[B, Z, 2, h, w]`` float32, normalised; arguments as of `imagine`."""
+        """Draw the two new latents ``[B, Z, 2, h, w]`` float32, normalised; arguments as in `imagine`."""
         batch, channels, _, height, width = state.anchor.shape
         noise = draw_noise(noise_seeds, (channels, WINDOW, height, width))[:, :, 2:]
         dummy, _ = _constants(self.device, actions_B8A.shape[-1])
@@ -206,7 +206,7 @@ def denoise(
 
 @lru_cache(maxsize=8)
 def _constants(device: torch.device, numbers: int) -> tuple[Tensor, Tensor]:
-    """Return the dummy action ``[A]`` and which latents are new ``[4]``; kept, for a copy waits."""
+    """Return the dummy action ``[A]`` and which latents are new ``[4]``; cached: a copy would wait."""
     with torch.inference_mode(False):
         dummy = torch.tensor(dummy_action(numbers), device=device)
         return dummy, torch.tensor([0.0, 0.0, 1.0, 1.0], device=device)
