@@ -20,7 +20,7 @@ CEILINGS = {
     "launch": (4496, 19),
     "learner": (3259, 16),
     "messaging": (1042, 6),
-    "observability": (2435, 12),
+    "observability": (2434, 12),
     "policies": (2868, 13),
     "replay": (4037, 18),
     "replay_tools": (1380, 7),

@@ -35,6 +35,7 @@ ROW_SECONDS: Final = 1.0  # longest wait of the learner for its row
 CLOSE_SECONDS: Final = 5.0
 ROWS_LIMIT: Final = 64 << 20  # Bytes of rows that wait while the disk takes none: 10,000 updates
 CURVES_LIMIT: Final = 16 << 20
+_TAGS: Final = {m.SUCCESS_ONCE.name: "Success/imagined", m.EVAL_SUCCESS.name: "Success/true"}  # sort first
 LONGEST_COMMAND: Final = 4000  # characters of a start command that are kept
 
 # --- settings and command of a run ---
@@ -120,9 +121,7 @@ class Curves:
         if command:
             self._writer.add_text("run/command", f"    {command}", first_step)
         if settings:
-            rows = "\n".join(
-                f"| {name} | {str(value).replace('|', ' ')} |" for name, value in settings.items()
-            )
+            rows = "\n".join(f"| {k} | {str(v).replace('|', ' ')} |" for k, v in settings.items())
             self._writer.add_text("run/settings", f"| setting | value |\n|---|---|\n{rows}", first_step)
 
     def directory_check(self, path: str) -> None:
@@ -145,7 +144,7 @@ class Curves:
 
         proto: Any = summary_pb2
         shown = self._shown({metric.name: value for metric, value in values.items()})
-        points = [proto.Summary.Value(tag=name, simple_value=value) for name, value in shown.items()]
+        points = [proto.Summary.Value(tag=_TAGS.get(x, x), simple_value=value) for x, value in shown.items()]
         self._events.add_summary(proto.Summary(value=points), step, now)
 
     def add_picture(self, step: int, name: str, pixels: NDArray[np.uint8]) -> None:

@@ -57,7 +57,7 @@ def test_an_inline_run_leaves_a_checkpoint_a_log_and_a_readable_replay(flags, tm
     assert "replay/dropped_invalid" in never
     assert not never & curves.keys()
     succeeded = [row["env/success_once"] for row in rows(run)]
-    assert [value for _, value in curves["env/success_once"]] == succeeded
+    assert [value for _, value in curves["Success/imagined"]] == succeeded
     said = capsys.readouterr().out
     assert "1 process (inline)" in said
     assert f"asyncrl evaluate {run}\n" in said

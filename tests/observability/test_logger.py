@@ -192,16 +192,16 @@ def points(tmp_path, *rows):
 
 
 @pytest.mark.parametrize(
-    ("metric", "values", "shown"),
+    ("metric", "tag", "values", "shown"),
     [
-        (s.RESPAWNS, (0.0, 0.0, 0.0), ()),
-        (s.RESPAWNS, (0.0, 0.0, 2.0, 0.0), ((3, 2.0), (4, 0.0))),
-        (m.SUCCESS_ONCE, (0.0,), ((1, 0.0),)),
-        (m.EVAL_SUCCESS, (0.0,), ((1, 0.0),)),
+        (s.RESPAWNS, "", (0.0, 0.0, 0.0), ()),
+        (s.RESPAWNS, s.RESPAWNS.name, (0.0, 0.0, 2.0, 0.0), ((3, 2.0), (4, 0.0))),
+        (m.SUCCESS_ONCE, "Success/imagined", (0.0,), ((1, 0.0),)),
+        (m.EVAL_SUCCESS, "Success/true", (0.0,), ((1, 0.0),)),
     ],
 )
-def test_a_curve_begins_with_its_first_value_and_success_at_once(tmp_path, metric, values, shown):
-    expected = [(metric.name, step, value, 100.0 + step) for step, value in shown]
+def test_a_curve_begins_with_its_first_value_and_success_at_once(tmp_path, metric, tag, values, shown):
+    expected = [(tag, step, value, 100.0 + step) for step, value in shown]
     assert points(tmp_path, *({metric: value} for value in values)) == expected
 
 
