@@ -24,10 +24,24 @@ from support.tiny_actor import TASKS
 from support.tiny_models import nano_wan, small_policy
 
 
-def pytest_configure() -> None:
+class NamesOfFailures:
+    """Prints a failing test's name when it fails, between the dots."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self._terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._terminal.write_line(f"\nfailed: {report.nodeid} ({report.when})")
+
+
+@pytest.hookimpl(trylast=True)  # after the terminal's
+def pytest_configure(config: pytest.Config) -> None:
     """Take Ctrl-C as in a terminal, also where a shell started the tests in the background."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if terminal := config.pluginmanager.get_plugin("terminalreporter"):
+        config.pluginmanager.register(NamesOfFailures(terminal))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
