@@ -301,6 +301,6 @@ RECORDINGS: Any = subcommands({"list": ListFiles, "stats": TaskStats, "import": 
 
 
 def recordings(arguments: list[str]) -> int:
-    """Run one of these commands."""
+    """Run a command on recordings."""
     wanted: Any = tyro.cli(RECORDINGS, args=arguments, prog="asyncrl recordings")
     return wanted.run()

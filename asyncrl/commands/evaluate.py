@@ -54,7 +54,7 @@ class PlayConfig(Bounded):
     """Where models run: cpu, cuda, or auto."""
 
     def source(self, episodes: int, *settings: str, places: int = 0, **sizes: int) -> SimulatorSource:
-        """Return the simulator of every worker; `episodes` bounds the places where `places` is 0."""
+        """Return the simulator of every worker; `episodes` bounds the places if `places` is 0."""
         source = SimulatorSource(name=self.simulator, settings=(*self.simulator_settings, *settings), **sizes)
         most = min(source.usual_places(), -(-episodes // self.workers))
         return source.with_(places=places or max(1, most))

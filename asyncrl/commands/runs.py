@@ -2,7 +2,7 @@
 
 `asyncrl runs [FOLDER]`: list the runs of a folder.
 `asyncrl runs plot RUN...`: draw success, lag and waits over the updates.
-`asyncrl status RUN [--watch] [--json]`: say what every process of a run is doing, or how it ended.
+`asyncrl status RUN [--watch] [--json]`: show what every process of a run does, or how it ended.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class PlotConfig(Bounded):
 
 
 def plot(config: PlotConfig) -> int:
-    """Draw the chosen ones of `PANELS`."""
+    """Draw the chosen `PANELS`."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:

@@ -110,7 +110,7 @@ def simulators(arguments: list[str]) -> int:
 
 
 def keys(arguments: list[str]) -> int:
-    """Make the missing keys, and print which go where."""
+    """Make the missing keys, and print where each belongs."""
     config = tyro.cli(KeysConfig, args=arguments, prog="asyncrl keys")
     folder = config.folder.expanduser()
     written = create_keys(folder, config.clients)

@@ -68,7 +68,7 @@ class ShortHelp:
     ) -> Settings:
         """Read the settings from flags; help and invalid flags exit.
 
-        `shown` are the values in the short help of a type that cannot be made without arguments.
+        `shown`: values for the short help of a type that needs arguments.
         """
         import tyro
 

@@ -221,7 +221,7 @@ def _read(path: Path) -> dict[str, Any]:
 def existing_settings(
     table: dict[str, Any], config: Any = None, section: str = ""
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split the settings of a run's config.json into those that exist, and flag -> value of the others."""
+    """Split the settings of a run's config.json into existing ones, and flag -> value of removed ones."""
     known, gone = dict[str, Any](), dict[str, Any]()
     config = TrainConfig() if config is None else config
     names = {field.name for field in dataclasses.fields(config)}

@@ -53,7 +53,7 @@ class ReplaySettings(Bounded, section="replay."):
     max_lag: Annotated[
         int, AtLeast(0, "a lag cannot be negative.", "Use 2, or 0 for actors that wait.", highest=100_000)
     ] = 2
-    """Oldest version that is trained on: of every decision, checked at admission and sampling. 0: the actors
+    """Largest lag of a decision that is trained on; checked at admission and sampling. 0: the actors
     wait for every update."""
     group_timeout: Annotated[
         float, AtLeast(1, "imagining a group takes time.", "Use 300.", highest=SECONDS)
@@ -84,7 +84,7 @@ Precision = Literal["stored", "bf16", "float8"]  # See `ImaginationSettings.prec
 
 @dataclass(frozen=True, kw_only=True)
 class WorldDefaults:
-    """Defaults of a run that a world brings."""
+    """Defaults that a world sets for a run."""
 
     source: str  # Name in the run's banner
     context: Literal["frames", "latents"] = "latents"  # For --imagination.context auto

@@ -211,7 +211,7 @@ def report(found: Iterable[Finding], as_json: bool, works: str, fails: str) -> i
 def examine(
     examination: Examination, *, reading_only: bool = False, quick: bool = False
 ) -> Iterator[Finding]:
-    """Run all checks in order; with `reading_only` those that do not act, `quick` for `QUICK` s at most."""
+    """Run all checks in order; `reading_only`: those without side effects; `quick`: `QUICK` s at most."""
     config = examination.config
     settings = f"{config.algorithm.kind}, {config.updates} updates, policy {config.policy}"
     yield ok("settings", f"{examination.where}: {settings}, world {config.world}")
@@ -236,7 +236,7 @@ def run_check(
 ) -> Finding | None:
     """Run a check; errors and timeouts (warnings if `hurried`) become findings: other checks still run.
 
-    It runs on a thread, which is abandoned where a file system or driver hangs: nothing can interrupt that.
+    It runs on a thread, which is abandoned if a file system or driver hangs: nothing can interrupt that.
     """
     found: list[Finding | None] = []
     done = threading.Event()

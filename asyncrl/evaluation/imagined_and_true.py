@@ -1,8 +1,8 @@
 """Compare imagined episodes with the true outcome of the same actions; imagine a stored group once more.
 
 Policy, world and reward model act as in training, closed loop; the simulator then plays the same actions from
-the same start, for as many decisions. With `true_decisions` imagination begins on the way. Where the verdicts
-differ, the imagination was wrong.
+the same start, for as many decisions. With `true_decisions` imagination begins after these. Where the
+verdicts differ, the imagination was wrong.
 
 Letters: B episodes of a batch, C steps of a decision, N decisions of an episode, A numbers of a step.
 """

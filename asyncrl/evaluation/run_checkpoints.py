@@ -1,4 +1,4 @@
-"""Measure the checkpoints of a running run: the newest one that is due, and never one twice.
+"""Measure the checkpoints of a running run: the newest one that is due, each at most once.
 
 consumes   run/checkpoints/update_*     by polling
 produces   run/evaluations.jsonl (one line per version), run/checkpoints/best

@@ -54,7 +54,7 @@ class DataSet(ABC):
         """Read one episode after the other; a ConfigError names damage."""
 
     def read(self, into: FrameFile, row: int) -> EpisodeArrays:
-        """Write the pictures of the first camera from a row on, and return the rest."""
+        """Write the first camera's pictures from `row` on, and return all other data."""
         read: list[tuple[NDArray[np.float32], NDArray[np.bool_], str, int]] = []
         offsets, name = [0], f"read {self.path.name}"
         bar = progress(self.episodes(), desc=name, unit="episode", delay=2, leave=False)
@@ -79,7 +79,7 @@ class DataSet(ABC):
             _log.warning("%s: %s", self.path, choice)
 
     def choose_cameras(self, sizes: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
-        """Choose the cameras among all, with their stored sizes; return the placed height and width."""
+        """Choose among the cameras and their stored sizes; return height and width of placed pictures."""
         if not sizes:
             raise ConfigError(f"{self.path} has no pictures. Give a data set with a camera.")
         for key in self.settings.cameras:

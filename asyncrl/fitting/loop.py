@@ -103,7 +103,7 @@ class Schedule:
 
     @classmethod
     def of(cls, config: Any, ranks: FitRanks = ONE_RANK) -> Schedule:
-        """Take the numbers of a fit's settings (`settings`)."""
+        """Copy the numbers from a fit's settings (`settings`)."""
         return cls(
             steps=config.steps,
             batch=config.batch,
@@ -162,7 +162,7 @@ def parts_of(batch: int, ranks: int, micro_batch: int) -> int:
 
 
 def prepared(function: Callable[..., Any], device: torch.device, *, compiled: bool) -> Callable[..., Any]:
-    """Run `function` in bfloat16 where a GPU multiplies matrices, and through `torch.compile` if `compiled`.
+    """Run `function` with bfloat16 matrix products on a GPU, and through `torch.compile` if `compiled`.
 
     Parameters, sums and losses stay float32 (automatic mixed precision); on a CPU nothing is rounded.
     """
@@ -227,7 +227,7 @@ def minimise(
     average: float = 0.0,
     rngs: Sequence[torch.Generator | np.random.Generator] = (),
 ) -> float:
-    """Train `module` with AdamW and return the mean loss of the last tenth; goes on from `schedule.kept`.
+    """Train `module` with AdamW and return the mean loss of the last tenth; continues from `schedule.kept`.
 
     Args:
         loss_at: Computes a loss, ``[]`` float32, with gradient: of step i; with several micro-batches of

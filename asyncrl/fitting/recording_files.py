@@ -109,7 +109,7 @@ class FrameFile:
             left, at = left[count:], at + count
 
     def write(self, row: int, frames: NDArray[np.uint8]) -> None:
-        """Write ``[n, H, W, 3]`` from a row on."""
+        """Write ``[n, H, W, 3]`` from `row` on."""
         if frames.shape[1:] != self.shape[1:] or row + len(frames) > len(self):
             raise ValueError(f"{frames.shape} from row {row} on does not fit into {self.shape}")
         if not frames.size:
@@ -303,7 +303,7 @@ class RecordingFile(EpisodeArrays):
     frames: int  # F.
 
     def read(self, into: FrameFile, row: int) -> RecordingFile:
-        """Write the pictures of the first camera from a row on."""
+        """Write the first camera's pictures from `row` on."""
         with _opened(self.path) as file:
             frames = dataset_in(file, "frames")
             if offsets := _deflated(frames):

@@ -195,7 +195,7 @@ class FitWorld(Refinable):
     vae_steps: Steps = 7_000
     """Optimizer steps of the autoencoder."""
     vae_batch: Examples = 48
-    """Clips of 17 frames per step; where each frame is encoded by itself, 17 frames from anywhere."""
+    """Clips of 17 frames per step; for frame-wise autoencoders, 17 frames from anywhere."""
     vae_learning_rate: LearningRate = 2e-3
     """Peak learning rate of the autoencoder."""
     steps: Steps = 30_000
@@ -204,7 +204,7 @@ class FitWorld(Refinable):
     context_sigma: Annotated[float, Within(0, 1000, "it is a width.", "Use 0.1.")] = CONTEXT_SIGMA
     """Noise on the memory latent while training, against drift. wan only: others have a published one."""
     imagined_memory: Annotated[float, Within(0, 1, "it is a share.", "Use 0.5, or 0.")] = 0.0
-    """Share of windows whose memory latent the network drew itself, against drift (scheduled sampling). wan
+    """Share of windows whose memory latent the network drew, against drift (scheduled sampling). wan
     only."""
     camera: str = ""
     """evac only: JSON file with the camera's pose, for simulators where it is unknown."""

@@ -85,7 +85,7 @@ class WanFit(FittedWorld):
         return decode_stream(self.autoencoder, latents_BZFhw, clamp=False)
 
     def set_statistics(self, mean: Sequence[float], std: Sequence[float]) -> None:
-        """Store them with the autoencoder, as published."""
+        """Store both with the autoencoder, as published."""
         self.autoencoder.set_statistics(list(mean), list(std))
 
     def fit_network(self, recordings: Recordings, schedule: Schedule, options: WorldOptions) -> float:

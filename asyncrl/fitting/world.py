@@ -63,12 +63,12 @@ class WorldOptions:
 
     @classmethod
     def of(cls, config: Any) -> WorldOptions:
-        """Take the settings of the same names."""
+        """Copy the settings of the same names."""
         return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
 
 
 def average_pictures(recordings: Recordings) -> Tensor:
-    """Average about 2,000 pictures of every scene: ``[N, 3, H, W]`` in [-1, 1] on the CPU, by scene."""
+    """Average about 2,000 pictures of each of N scenes: ``[N, 3, H, W]`` in [-1, 1] on the CPU."""
     means = []
     scenes_F = np.repeat(recordings.scenes(), np.diff(recordings.offsets))
     for scene in range(int(scenes_F.max()) + 1):
@@ -135,7 +135,7 @@ class FittedWorld(ABC):
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> Self:
-        """Load a folder with weights of a type; None: as the kind prefers, float32 for folders of ours."""
+        """Load a folder with weights of `dtype`; None: the kind's default, float32 for folders of ours."""
         world = world_class(folder)
         return cls(world.from_files(world.files(folder), device, dtype=dtype))
 
@@ -326,7 +326,7 @@ def pieces(count: int, side: int, device: torch.device, name: str) -> Iterator[s
 def window_rows(
     offsets: NDArray[np.int64], given: Callable[[NDArray[np.int64]], NDArray[np.int64]]
 ) -> NDArray[np.int64]:
-    """Return windows ``[W, P + C]``, rows of the recordings, after every frame before a whole decision.
+    """Return windows ``[W, P + C]`` of rows, one for every frame that a whole decision follows.
 
     `given` maps counts of frames seen ``[n]``, at least 1, to the remembered frames ``[n, P]``.
     """

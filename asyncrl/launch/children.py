@@ -267,7 +267,7 @@ class ChildProcesses:
 
 
 def log_errors(action: Callable[[], object], tell: Callable[[str], None]) -> None:
-    """Carry out one step of the ending; an error is logged, so that the other steps follow."""
+    """Run one step of the shutdown; an error is logged, so that the other steps follow."""
     try:
         action()
     except AsyncRLError as error:

@@ -1,6 +1,6 @@
 """Checks of parts on small inputs, for `asyncrl check` and the doctor; the first fault is a ConfigError.
 
-A run tries a class of the user's once: `try_policy` where it is loaded, `try_environment` in every actor.
+A run tries a user's class once: `try_policy` when it is loaded, `try_environment` in every actor.
 Worlds are checked by frames and states alone, so that `CHECKS` hold for any; docs/worlds.md has the reasons.
 Dimension letters: B slots, C steps per decision, A numbers per action, H/W pixels.
 """

@@ -70,7 +70,7 @@ def joined(parts: Iterable[str]) -> list[str]:
 
 
 def world_line(asked: TrainConfig, said: WorldDefaults) -> str:
-    """Return a line about the world's settings and where they are from; empty for a shipped world."""
+    """Return a line about the world's settings and their origin; empty for a shipped world."""
     if assets.is_shipped_world(asked.world):
         return ""
     if said.simulated:

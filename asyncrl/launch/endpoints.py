@@ -103,7 +103,7 @@ def address_of(endpoint: str) -> tuple[str, int]:
 
 
 def keys_of_run(config: TrainConfig, run_dir: Path, placement: Placement, hosts: Hosts) -> str:
-    """Return the folder of the replay's keys, made here where --replay.keys names none; empty without TCP."""
+    """Return the folder of the replay's keys, made here if --replay.keys names none; empty without TCP."""
     if config.replay.keys or not any(x.startswith("tcp") for x in (hosts.replay, hosts.weights)):
         return config.replay.keys
     folder = run_dir / KEYS
@@ -160,7 +160,7 @@ def _remove_left_over(note: Path, identity: RunIdentity) -> None:
 
 
 def weight_settings(config: TrainConfig, hosts: Hosts, keys: str, identity: RunIdentity) -> ServerSettings:
-    """Return settings of the weights' socket: by default next to the replay's, on a free port."""
+    """Return settings of the weights' socket: by default at the replay's address, on a free port."""
     from asyncrl.weights.weight_server import ServerSettings  # Loads torch, which the replay must not.
 
     default = f"{hosts.replay.rpartition(':')[0]}:0" if hosts.replay.startswith("tcp") else ""

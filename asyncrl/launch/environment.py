@@ -184,7 +184,7 @@ def _starts(config: TrainConfig, size: int) -> list[StartState]:
 def open_backend(
     config: TrainConfig, policy: Policy
 ) -> tuple[WorldBackend[Any] | SimulatorBackend, StartStateStream | TrainingStarts]:
-    """Return the policy joined with its world or simulators, to be closed, and its starts."""
+    """Return the policy's backend of world or simulators, which the caller closes, and its starts."""
     if simulator_named(config.world):
         files = check_simulator(config)
         return files.play(config, policy), TrainingStarts(files.spec, config.seed, config.simulator.starts)
@@ -194,7 +194,7 @@ def open_backend(
 
 
 def build_imagination(config: TrainConfig, policy: Any, environment: Environment) -> WorldBackend[Any]:
-    """Join the models of an actor; compiled, and at a fixed shape, with these settings."""
+    """Join the models of an actor; compiled, or at a fixed shape, if so configured."""
     rows, world = rows_of_a_pass(config), environment.world
     if config.imagination.compile:
         process_status.describe("compiling the policy")

@@ -1,6 +1,6 @@
 """Joins a running run as one more actor: ask the replay for settings, load, fetch weights, imagine, leave.
 
-A run that is started again (torchrun's restarts, --resume at the same address) may go on from an earlier
+A run that is started again (torchrun's restarts, --resume at the same address) may continue from an earlier
 version than an actor holds. The actor then drops its episodes and joins again.
 """
 
@@ -54,14 +54,14 @@ class JoinOptions(Bounded):
     threads: Annotated[int, AtLeast(0, "it counts threads.", "Use 0.", highest=THREADS)] = 0
     """CPU threads. 0: two if there are two cores, else one."""
     policy: str = ""
-    """The run's policy, where its path differs on this host. It must hold the same files. A policy, world or
+    """The run's policy, if its path differs on this host. It must hold the same files. A policy, world or
     reward that is a class (package.module:Class@FOLDER) must be named here again: a peer never names code."""
     world: str = ""
-    """The run's world model, where its path differs on this host. It must hold the same files."""
+    """The run's world model, if its path differs on this host. It must hold the same files."""
     reward: str = ""
-    """The run's reward model, where its path differs on this host. It must be the same."""
+    """The run's reward model, if its path differs on this host. It must be the same."""
     start_states: str = ""
-    """The run's start states, where their path differs on this host. They must be the same files."""
+    """The run's start states, if their path differs on this host. They must be the same files."""
 
 
 def run(settings: JoinOptions) -> int:

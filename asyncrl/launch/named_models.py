@@ -191,7 +191,7 @@ def run_of(text: str) -> Path | None:
 
 
 def settings_of_run(run_dir: Path) -> RunSettings:
-    """Read how the policy of a run is evaluated. A folder names no code: a user's simulator is left out."""
+    """Read a run's settings for evaluation. A folder names no code: a user's simulator is left out."""
     config = load_file(run_dir / "config.json")
     if registry.names_code(config.world):
         return RunSettings(config=config)

@@ -234,7 +234,7 @@ def copies_of(config: TrainConfig, placement: Placement, hosts: Hosts) -> int:
 
 
 def threads_of_actor(actors: int, cores: int) -> int:
-    """Return the CPU threads of each actor: a second one only where no two actors would fight for a core."""
+    """Return the CPU threads of each actor: a second one only if no two actors compete for a core."""
     return 2 if cores >= 2 * actors else 1
 
 

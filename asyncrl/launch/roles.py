@@ -83,7 +83,7 @@ def use_device(config: TrainConfig, placement: Placement, job: Job) -> torch.dev
 
 
 def give_way(name: str, placement: Placement, job: Job) -> None:
-    """Let a learner's kernels go before those of an actor that shares its GPU by MPS; before CUDA is used."""
+    """Give learners' kernels priority over an actor's on their GPU (MPS); call it before CUDA is used."""
     from asyncrl.devices.tensors import pick_device
 
     learners = [pick_device(name, rank - job.here.start) for rank in placement.learners if rank in job.here]

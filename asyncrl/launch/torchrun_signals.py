@@ -2,7 +2,7 @@
 
 By itself it gives the ranks 30 s, less than a policy of full size takes to save, and prints a traceback below
 their last lines. torchrun loads the entry points of ``torchrun.handlers`` from every installed package; this
-one offers no rendezvous, but changes time and output where torchrun starts asyncrl's own script.
+one offers no rendezvous, but changes timeout and output if torchrun starts asyncrl's own script.
 """
 
 from __future__ import annotations
