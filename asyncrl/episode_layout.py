@@ -178,7 +178,7 @@ def episode_arrays(episode: Episode) -> dict[str, NDArray[Any]]:
 
 
 def as_fields(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arrays as arguments of `Episode`: those of the sample are one argument."""
+    """Return the arrays as arguments of `Episode`; the sample's are one argument."""
     known = EPISODE_ARRAYS.keys() | OPTIONAL_ARRAYS.keys()
     fields = {name: array for name, array in arrays.items() if name in known}
     return fields | {"sample": {name: array for name, array in arrays.items() if name not in known}}

@@ -20,7 +20,7 @@ _HIDDEN: Final = re.compile(
 
 
 def plain_task(text: str) -> str:
-    """Return the normal form of an instruction: as prompts have it, and as tasks are compared.
+    """Return the normal form of an instruction, for prompts and for comparing tasks.
 
     Lower case, NFC, single blanks, no invisible characters, no full stop at the end.
 

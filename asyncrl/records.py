@@ -35,7 +35,7 @@ Int64 = NDArray[np.int64]
 
 
 def dummy_action(numbers: int = ACTION_DIM) -> Float32:
-    """Return the action of a frame without one, ``[A]``: no motion, and of 7 numbers the gripper open."""
+    """Return the action ``[A]`` of a frame without one: no motion; with 7 numbers, the gripper open."""
     gripper = -1 if numbers == ACTION_DIM else 0
     return np.array([*[0] * (numbers - 1), gripper], np.float32)
 
@@ -177,7 +177,7 @@ class Episode:
     frames: Uint8
     """``[N, H, W, 3]`` observation of each decision."""
     sample: Mapping[str, NDArray[Any]]
-    """Name -> ``[N, ...]`` to recompute the log-probs; of tokens ``{"tokens": [N, C, A] int32}``, 0..255."""
+    """Name -> ``[N, ...]`` to recompute the log-probs; for tokens ``{"tokens": [N, C, A] int32}``, 0..255."""
     logprobs: Float32
     """``[N, C, A]`` behaviour log-prob (or log-density) in nats; of tokens after temperature and top-k."""
     values: Float32

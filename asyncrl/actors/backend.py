@@ -103,7 +103,7 @@ class Slots:
         return max(0, len(self.episodes) + prefetch - len(self.live) - len(self.pending))
 
     def add_group(self, grant: GroupGrant, start: EpisodeStart, group_size: int) -> None:
-        """Queue the episodes of a grant by its number; they replace those of an earlier grant of it."""
+        """Queue a grant's episodes; they replace those of an earlier grant of its number."""
         self.remove_group(grant.number)
         episodes = [EpisodePlan(grant=grant, member=i, start=start) for i in range(group_size)]
         self.pending = deque(sorted([*self.pending, *episodes], key=lambda pending: pending.grant.number))

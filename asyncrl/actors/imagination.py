@@ -44,7 +44,7 @@ _TORCH_DTYPES: Final = {name: getattr(torch, name) for name in SAMPLE_DTYPES}
 
 @dataclass(frozen=True, kw_only=True)
 class InFlightDecision:
-    """One decision of B slots that the device may still be working on; its episodes do not have it yet.
+    """One decision of B slots that the device may still be working on; not yet in its episodes.
 
     The tensors are in host memory, and complete once `done` has passed; further rows are padding.
     """

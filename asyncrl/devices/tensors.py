@@ -35,14 +35,14 @@ def to_uint8(pictures: Tensor) -> Tensor:
 
 
 def all_finite(values: Tensor) -> bool:
-    """Return True if all values are finite, or all of these flags of finite values are True."""
+    """Return True if all values are finite, or, for bools, if all are True."""
     if values.dtype == torch.bool or not values.numel():
         return bool(values.all())
     return all(end.isfinite().item() for end in values.detach().aminmax())  # `isfinite` is 20 times slower.
 
 
 def require_finite(model: str, **outputs: Tensor) -> None:
-    """Refuse outputs of a model, floats or bools as in `all_finite`: RunError names both."""
+    """Raise RunError, with model and name, for an output that is not `all_finite`."""
     for name, values in outputs.items():
         if not all_finite(values):
             raise RunError(

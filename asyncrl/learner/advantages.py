@@ -43,7 +43,7 @@ class GroupRelative:
 
 
 class GeneralizedAdvantage:
-    """Generalised advantage estimates, or those of a correction that `CorrectsAdvantages`."""
+    """Generalised advantage estimates, or a correction's own (`CorrectsAdvantages`)."""
 
     def __init__(self, algorithm: AlgorithmSettings, critic: CriticSettings) -> None:
         self.critic = critic

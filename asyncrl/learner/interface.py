@@ -4,7 +4,7 @@
     --algorithm.advantage    `Advantage`    Class(algorithm: AlgorithmSettings, critic: CriticSettings, **own)
     --algorithm.objective    `Objective`    Class(settings: AlgorithmSettings, **own)
 
-A name is a short one of ours or `package.module:Class` of the user's; `own` are the key=value texts of
+A name is a built-in one or the user's `package.module:Class`; `own` are the key=value texts of
 --correction.settings and --algorithm.settings. Log-probs are in nats; tensors without a dtype are float32.
 
 D decisions, C steps per decision, A numbers per step, U, V units of a decision, each with one probability
@@ -142,7 +142,7 @@ class Advantage(Protocol):
 
         Args:
             batch: This rank's shard, on the CPU.
-            old: None unless a need (`critic` too) or a correction of advantages asks for it.
+            old: None unless a need (also `critic`) or a correction of advantages requires it.
         """
         ...
 

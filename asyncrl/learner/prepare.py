@@ -162,7 +162,7 @@ def split_minibatches(
     """Deal episodes to minibatches whose sizes differ by at most one: ``[E]`` int64 indices of each.
 
     Each rank continues where the one before stopped (`before`), so this holds over all ranks: an empty
-    minibatch would still move the weights by the optimizer's momentum. A single one keeps the order.
+    minibatch would still move the weights by the optimizer's momentum. A single minibatch keeps the order.
     """
     if minibatches == 1:
         return [torch.arange(episodes)]

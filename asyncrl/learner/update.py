@@ -323,7 +323,7 @@ def rows_for_kl(evaluated: int, micro_batch: int) -> int:
 
 
 def finish_metrics(means: dict[Metric | str, float]) -> dict[Metric, float]:
-    """Derive the metrics that are no means, and drop those of a skipped step, which are not finite."""
+    """Derive the metrics that are not means, and drop the non-finite ones of a skipped step."""
     result = {name: value for name, value in means.items() if isinstance(name, Metric)}
     if m.ADVANTAGES_MIN in result:
         result[m.ADVANTAGES_MIN] = -result[m.ADVANTAGES_MIN]

@@ -259,7 +259,7 @@ class MetricsLogger(contextlib.AbstractContextManager["MetricsLogger"]):
 
 
 def cut_rows_after(path: Path, step: int) -> int:
-    """Remove the rows of later updates, and damaged lines; return how many of those no crash cut short."""
+    """Remove rows of later updates and damaged lines; return the count of damaged ones, except torn ends."""
     if not path.exists():
         return 0
     wrong = 0

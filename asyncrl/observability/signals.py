@@ -93,7 +93,7 @@ def repeat_lost(lost: sys.UnraisableHookArgs) -> None:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Let `interrupt` raise at the end of the block, so that the block is done whole; main thread only."""
+    """Let `interrupt` raise at the end of the block, so that the block completes; main thread only."""
     global _held, _late
     _held += 1
     try:

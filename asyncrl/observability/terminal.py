@@ -104,7 +104,7 @@ class ConsoleStream(io.TextIOBase):
         return True
 
     def write(self, text: str, /) -> int:
-        """Write whole lines at once; the rest waits for its end, or for `flush`."""
+        """Write whole lines at once; an unfinished one waits for its end or `flush`."""
         with _lock:
             whole, newline, self._line = (self._line + text).rpartition("\n")
             if newline:
@@ -181,7 +181,7 @@ class Column(NamedTuple):
     metrics: tuple[Metric, ...]
 
     def cell(self, row: Readings) -> str:
-        """Format the metrics of a row; '-' for absent ones, or for all."""
+        """Format the metrics of a row; '-' for each absent one, or for all."""
         parts, values = self.pattern.split(" / "), [row.get(metric) for metric in self.metrics]
         if len(parts) < len(values):
             return "-" if None in values else self.pattern.format(*values)

@@ -247,7 +247,7 @@ def numbers_of(row: dict[str, Any]) -> dict[str, float]:
 
 
 def rows_of(path: Path, at: int, over: threading.Event) -> Iterator[dict[str, Any]]:
-    """Yield rows with a ``step`` of a growing metrics.jsonl, from byte `at` on, until `over`."""
+    """Yield rows of a growing metrics.jsonl that have a ``step``, from byte `at` on, until `over`."""
     last = False
     while not last:
         last = over.is_set()

@@ -185,7 +185,7 @@ def merge_adapter(files: TensorFiles, rows: Sequence[TensorMapping], folder: Pat
 
 
 def read_pairs(folder: Path) -> dict[str, _Pair]:
-    """Read the adapters by layer, in the dtype of the file; raises CheckpointError if there are others."""
+    """Read the adapters by layer, in the dtype of the file; raises CheckpointError for other tensors."""
     from peft import LoraConfig
     from peft.utils.other import get_pattern_key
 

@@ -81,7 +81,7 @@ class Connection:
             self._pulse.start()
 
     def exchange(self, wait: float) -> list[Message]:
-        """Keep in touch; return messages, whose images are views, and wait up to `wait` seconds for one."""
+        """Keep connected; return messages, whose images are views, and wait up to `wait` seconds for one."""
         found = list[Message]()
         with self._lock:
             if self._quiet():

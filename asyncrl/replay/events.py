@@ -186,7 +186,7 @@ def read_line(line: bytes, previous: bytes = b"") -> Entry:
 
 
 def _checksum_of(line: bytes) -> bytes:
-    """The 8 digits that a line claims, right or wrong."""
+    """The 8 digits of a line's own checksum, right or wrong."""
     found = _CHECKSUM.fullmatch(line, max(0, len(line) - _LENGTH))
     return START if found is None else found[1]
 

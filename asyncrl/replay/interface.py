@@ -156,7 +156,7 @@ class EpisodeFormat:
     max_decisions: int = 0
     """Most decisions of an episode; 0: unknown, any."""
     tasks: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Name of a start state -> its instruction, or several of as many start states; empty: unknown, any."""
+    """Name of start states -> their instruction, or several; empty: unknown, any."""
     world_version: int | None = None
     """-1: a simulator; None: unknown, any."""
     simulator: SimulatorFormat | None = None

@@ -126,7 +126,7 @@ class Peers:
         self.welcome(peer)
 
     def welcome(self, peer: bytes, *, known: bool = True) -> None:
-        """Answer that this process knows the peer; else it introduces itself and repeats its requests."""
+        """Answer whether this process knows the peer; if not, the peer introduces itself and asks again."""
         self.sender.send(peer, "welcome", boot=self.server_id, known=known)
 
     def remove(self, peer: bytes) -> None:

@@ -29,7 +29,7 @@ _LEVELS: Final = 256
 
 
 def number_statistics(values: NDArray[Any]) -> dict[str, Any]:
-    """Return ``[D]`` lists by name of ``[T]`` or ``[T, D]`` numbers, and how many samples there were."""
+    """Return ``[D]`` lists by name of ``[T]`` or ``[T, D]`` numbers, and the number of samples."""
     values = values.reshape(len(values), -1).astype(np.float64)
     found = {"min": values.min(0), "max": values.max(0), "mean": values.mean(0), "std": values.std(0)}
     found |= {name: np.quantile(values, share, axis=0) for name, share in QUANTILES.items()}
@@ -42,7 +42,7 @@ def level_counts(pictures: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 
 def picture_statistics(counts: NDArray[np.int64], pictures: int) -> dict[str, Any]:
-    """Return ``[3, 1, 1]`` lists by name of levels in [0, 1], and how many pictures there were."""
+    """Return ``[3, 1, 1]`` lists by name of levels in [0, 1], and the number of pictures."""
     found, levels = dict[str, Any](), np.arange(_LEVELS) / 255
     for weights in counts:
         seen, mean = levels[weights > 0], float(np.average(levels, weights=weights))

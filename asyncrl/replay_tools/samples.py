@@ -1,6 +1,6 @@
 """Cut stored episodes into samples for imitation learning, one per step or decision; write robomimic's file.
 
-docs/replay_inspection.md describes it. There are no simulator states and no next_obs: robomimic can train
+docs/replay_inspection.md has the format. There are no simulator states and no next_obs: robomimic can train
 from it, but not replay it.
 """
 

@@ -69,7 +69,7 @@ class _Turn:
 
     @property
     def wants_picture(self) -> bool:
-        """True if the next step's picture is."""
+        """True if the next step's picture is wanted."""
         return self.frames == "all" or (self.frames == "last" and len(self.done) == self.steps - 1)
 
 

@@ -1,1 +1,1 @@
-"""Files of a run: atomic writes, tensors, checkpoints, the run folder, and where shipped files are."""
+"""Files of a run: atomic writes, tensors, checkpoints, the run folder, and shipped files."""

@@ -20,7 +20,7 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # A policy fold
 
 
 def user_cache_folder() -> Path:
-    """Return XDG_CACHE_HOME/asyncrl, or ~/.cache/asyncrl; it may not exist, and be deleted at any time."""
+    """Return XDG_CACHE_HOME/asyncrl, or ~/.cache/asyncrl; it may be missing, or deleted at any time."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base else Path.home() / ".cache") / "asyncrl"
 

@@ -56,7 +56,7 @@ class _Set:
     buffers: packing.Buffers
     views: dict[str, Tensor]
     read: torch.cuda.Event | None = None
-    """End of the last swap from it; None on the CPU, and before the first."""
+    """End of the last swap from this set; None on the CPU, and before the first."""
 
 
 class _Closing(Exception): ...
@@ -137,7 +137,7 @@ class WeightReceiver(Receiver):
             return self._version
 
     def swap_into(self, tensors: Named) -> int:
-        """Copy the newest complete version into the tensors if it is newer."""
+        """Copy the newest complete version into tensors that hold an older one."""
         self.require_alive()
         if self._version <= self._held:
             return self._held

@@ -130,7 +130,7 @@ def world_class(folder: Path) -> type[Any]:
 
 
 def world_title(folder: Path) -> str:
-    """Return the name for people of a folder's kind of world; "" without a world."""
+    """Return the display name of a folder's kind of world; "" without a world."""
     name, _ = _recognised(folder)
     return KINDS[name].title if name else ""
 
@@ -411,7 +411,7 @@ def renamed(name: str, table: Sequence[tuple[str, str]]) -> str:
 
 
 def convert_world(source: Path, out: Path) -> None:
-    """Write a world of format 1 as this version reads it, by its kind's `convert_old`; tensors stay."""
+    """Convert a world of format 1 to the current one, by its kind's `convert_old`; tensors stay."""
     about = read_json(source / ABOUT)
     if (found := about.get("format")) != _OLD_FORMAT:
         raise CheckpointError(f"{source / ABOUT} has format {found!r}; {_OLD_FORMAT!r} can be converted.")

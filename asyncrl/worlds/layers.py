@@ -1,6 +1,6 @@
 """Networks that several kinds of worlds share: frame autoencoder, attention of few frames, waves, 8 bits.
 
-The autoencoder is Stable Diffusion's, by diffusers, and takes each frame by itself. A latent is the mean of
+The autoencoder is Stable Diffusion's, by diffusers, and processes frames one by one. A latent is the mean of
 what the encoder returns, times the scale: published training took a random sample instead, which would make a
 start state depend on more than its frame.
 
@@ -96,7 +96,7 @@ class FrameVae(nn.Module):
         return self.encoder.conv_in.weight.dtype
 
     def use_channels_last(self) -> None:
-        """Store the weights channels last; to be called again after they were replaced."""
+        """Store the weights channels last; to be called again after replacing them."""
         if self.channels_last:
             self.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 

@@ -166,7 +166,7 @@ def run_trunk(
 ) -> Tensor:
     """Run the layers and the final norm over further positions: ``[B, Q, D]`` final hidden states.
 
-    The model's own `forward` reads the mask, which waits, and makes masks that cost the fast attention.
+    The model's own `forward` reads the mask, which waits, and makes masks that prevent fast attention.
 
     `mask_BS`: ``[B, S]`` integer or bool over all positions so far; 0 = padding, not counted by rotary
     positions. None: no padding.

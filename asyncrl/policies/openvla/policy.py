@@ -256,7 +256,7 @@ class OpenVLAOFTPolicy(Policy):
         return None if self.value_head is None else self.value_head(hidden_BKD[:, 0].detach())
 
     def values(self, inputs: PolicyInputs) -> Tensor:
-        """Compute the values ``[B, V]`` float32 of a policy with a critic, alone."""
+        """Compute only the values ``[B, V]`` float32 of a policy with a critic."""
         with torch.no_grad():
             hidden_BKD = self.readout(inputs)
         values = self.value_of(hidden_BKD)

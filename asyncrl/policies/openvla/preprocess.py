@@ -146,7 +146,7 @@ class PromptTokenizer:
             )
 
     def batch(self, tasks: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Tokenise to `<s>`, padding, the rest: ids and mask (1 = token), ``[B, L]`` int64 on the CPU."""
+        """Return ids (`<s>`, padding, prompt) and mask (1 = token), ``[B, L]`` int64 on the CPU."""
         prompts = [self.ids(task) for task in tasks]
         length = max(self.shortest, *map(len, prompts))
         ids, mask = [], []

@@ -126,7 +126,7 @@ _MORE: Final = 3  # Times more faces for a shape of loose parts, which would fal
 
 @dataclass(kw_only=True)
 class LightReport:
-    """Files made of a suite."""
+    """Files made for a suite."""
 
     folder: Path
     shapes: int = 0
@@ -178,7 +178,7 @@ def make_light(suite: str, *, say: Callable[[str], None] = print) -> LightReport
 
 
 def _sources(bddl: Path) -> Iterator[tuple[str, Any, int]]:
-    """Yield file, compiled model and mesh number of each shape without collisions; of textures with -1."""
+    """Yield file, compiled model and mesh number of each shape without collisions; textures have -1."""
     with tasks.quiet(), numpy_generator([0]):
         environment = build_environment(bddl, {})
     try:

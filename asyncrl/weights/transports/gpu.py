@@ -125,7 +125,7 @@ class CudaIpcTransport:
     """CUDA IPC within rank 0's GPU, NCCL to the others."""
 
     def __init__(self, near: SameGpu | Transport, far: Transport, name: str) -> None:
-        """Join a carrier within the GPU called `name` and one to others, on one stream."""
+        """Join a carrier within the GPU `name` and one to other GPUs, on one stream."""
         self._near, self._far, self._name = near, far, name
         self.device: torch.device = far.device
 

@@ -3,7 +3,7 @@
 The transformer sees a window of four latents: [anchor, memory, new, new]. The anchor is the first frame, the
 memory stands for the last four frames, and every decision makes two latents (8 frames). Two ways to continue:
 
-    latents   the memory is the last latent, and the decoder goes on from where it stopped
+    latents   the memory is the last latent, and the decoder continues where it stopped
     frames    as published: the last four frames become uint8 pixels and are encoded again behind the first
               one, and the decoder draws [memory, new, new] again behind the first frame
 
@@ -110,7 +110,7 @@ class WanWorld(FolderWorld):
         return ActionSpec(dim=self.transformer.size.action_dim)
 
     def modules(self) -> dict[str, nn.Module]:
-        """Transformer, autoencoder and, where it is another one, the decoder."""
+        """Transformer, autoencoder and, if it is a separate one, the decoder."""
         own = {"transformer": self.transformer, "vae": self.vae, "decoder": self.decoder}
         return {name: module for name, module in own.items() if isinstance(module, nn.Module)}
 
