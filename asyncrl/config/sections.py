@@ -53,7 +53,7 @@ class ReplaySettings(Bounded, section="replay."):
     max_lag: Annotated[
         int, AtLeast(0, "a lag cannot be negative.", "Use 2, or 0 for actors that wait.", highest=100_000)
     ] = 2
-    """Largest lag of a decision that is trained on; checked at admission and sampling. 0: the actors
+    """Largest lag of a decision in a batch; checked at admission and sampling. 0: the actors
     wait for every update."""
     group_timeout: Annotated[
         float, AtLeast(1, "imagining a group takes time.", "Use 300.", highest=SECONDS)
