@@ -80,7 +80,7 @@ def world_line(asked: TrainConfig, said: WorldDefaults) -> str:
     context = "" if asked.imagination.context == "auto" else asked.imagination.context
     entries = (
         ("steps", asked.imagination.steps, said.steps),
-        ("context", context, said.context),
+        ("context", context, said.context if said.steps else ""),
         ("decisions", asked.actor.max_decisions, said.max_decisions),
     )
     by_world = [f"{name} {default}" for name, own, default in entries if not own and default]

@@ -29,15 +29,15 @@ class StopFlag:
     """Set by SIGINT, SIGTERM or SIGHUP (a lost terminal); later ones change nothing."""
 
     def __init__(self) -> None:
-        self.requested, self._reported = False, False
+        self.requested, self._reported, self._signal = False, "", ""
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
+        self.requested, self._signal = True, self._signal or signal.Signals(number).name
 
     def pop_events(self) -> list[str]:
         """Return the message for the user, once, after the first signal."""
-        reported, self._reported = self._reported, self.requested
-        return ["stopping: what was learned is saved first"] if self.requested and not reported else []
+        reported, self._reported = self._reported, self._signal
+        return [f"stopping after {self._signal}: saving what was learned"] if self._signal != reported else []
 
     @contextmanager
     def listening(self) -> Iterator[StopFlag]:

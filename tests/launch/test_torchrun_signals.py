@@ -51,7 +51,7 @@ def ended(tmp_path: Path, command: list[str], more: dict[str, str], updates: int
         os.killpg(program.process.pid, number)
         said = program.ends(128 + number)
     assert "Traceback" not in said, said
-    assert said.count("\nstopping: what was learned is saved first\n") == 1
+    assert said.count(f"\nstopping after {signal.Signals(number).name}: saving what was learned\n") == 1
     assert said.rstrip().splitlines()[-1].startswith("continue:               asyncrl train --run-dir")
     return said
 
