@@ -213,7 +213,7 @@ def receive(job: Job, deadline: float, stop_requested: Callable[[], bool]) -> Ru
         while not store.check([RUN]):
             wait.pause(
                 f"Rank {job.rank} waited {deadline:g} s at {':'.join(map(str, job.store))} for rank 0 to "
-                "say where the run is, in vain. See the output of rank 0."
+                "publish the run, in vain. See the output of rank 0."
             )
         return RunInfo(**json.loads(store.get(RUN)))
 

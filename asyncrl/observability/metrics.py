@@ -99,8 +99,8 @@ _DEFINED_IN: Final = ("metrics_training", "metrics_system", "waits")
 _NOTES: Final = (
     "Values of several actors, ranks or minibatches become their mean, unless a rule follows the unit. "
     "A *unit* in a description has one probability ratio: a token, an action or a decision "
-    "(--algorithm.level). Names with `lag_0` exist with `lag_1`, `lag_2`, `lag_3_4`, `lag_5_8` and "
-    "`lag_9_up` too, and each `replay/dropped_*`, in episodes, as `replay/dropped_*_decisions`, in decisions."
+    "(--algorithm.level). Names with `lag_0` also exist with `lag_1`, `lag_2`, `lag_3_4`, `lag_5_8` and "
+    "`lag_9_up`, and each `replay/dropped_*` (episodes) as `replay/dropped_*_decisions` (decisions)."
 )
 
 

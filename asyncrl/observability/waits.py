@@ -50,7 +50,7 @@ def _counted(metric: Metric) -> Count:
     return COUNTS[-1]
 
 
-MEETING = _define("""meeting | waiting for rank 0 to say where the run is | every rank but 0 |
+MEETING = _define("""meeting | waiting for rank 0 to publish the run | every rank but 0 |
     --startup-timeout | rank 0, with loaded models | the rank ends with an error that names rank 0's
     address""")
 HOSTS = _define("""hosts | meeting the other hosts | every rank of several hosts | --startup-timeout | the
@@ -59,23 +59,23 @@ FOLDER = _define("""folder | waiting to see the run folder | every rank but 0 | 
     rank ends with an error that names the host and --run-dir""")
 OWNER = _define("""owner | waiting for the processes of an earlier owner of the run folder | learner | 20 s |
     their end | the run is refused""")
-FIRST_ACTOR = _define("""first_actor | waiting for an actor to take the first weights | learner |
-    --startup-timeout | the first actor that loaded its models | the run ends with an error that names who
-    registered""")
+FIRST_ACTOR = _define("""first_actor | waiting for an actor to receive the first weights | learner |
+    --startup-timeout | the first actor that loaded its models | the run ends with an error that names the
+    registered receivers""")
 BATCH = _define("""batch | waiting for a batch | learner | --batch-timeout since the last sign of progress |
     the actors; a stop request; too many filtered groups | the run ends with a checkpoint and an error that
     lists the replay's content""")
-PART = _define("""part | waiting for rank 0 to deal a batch | learner ranks but 0 | --batch-timeout +
+PART = _define("""part | waiting for rank 0 to announce a batch | learner ranks but 0 | --batch-timeout +
     --startup-timeout since rank 0's last message | rank 0, which sends one every 5 s; its end | the rank ends
     with an error""")
-FETCH = _define("""fetch | fetching its part of a batch | learner, each rank | --batch-timeout since the last
+FETCH = _define("""fetch | fetching its shard of a batch | learner, each rank | --batch-timeout since the last
     episode that came | the replay; the other ranks | all ranks save; the run ends with an error""")
-REPLAY_STATUS = _define("""replay_status | asking the replay how it is | learner | 60 | the replay | the run
-    ends with an error""")
+REPLAY_STATUS = _define("""replay_status | waiting for the replay's status | learner | 60 | the replay | the
+    run ends with an error""")
 CHECKPOINT = _define("""checkpoint | waiting for a checkpoint to be written | learner | 1800; 300 after a
     failure | the writer's thread | the run ends with an error that names the checkpoint""")
 READY = _define("""ready | waiting for the members' answer to an offer | learner's publisher | 2 | the
-    members; the death of one | the others go on; who did not answer may register again""")
+    members; the death of one | the others continue; silent members may register again""")
 FORMING = _define("""forming | forming the weight group | learner's publisher | --weights.timeout | all
     members; the death of one; a new registration | the group is formed again""")
 BROADCAST = _define("""broadcast | broadcasting weights | learner's publisher | --weights.timeout | the
@@ -91,10 +91,10 @@ RECEIVING = _define("""receiving | receiving weights | actor's receiver | --weig
 HOST_WEIGHTS = _define("""host_weights | waiting for the host's weights | ranks with an actor on another host
     than rank 0's, but its lowest | --startup-timeout | the host's lowest rank with an actor | the rank ends
     with an error""")
-CREDIT = _define("""credit | waiting for credit | actor | none; it looks every 0.2 s | the learner's next
+CREDIT = _define("""credit | waiting for credit | actor | none; polls every 0.2 s | the learner's next
     batch; the run's end | nothing""")
-NEWER_WEIGHTS = _define("""newer_weights | waiting for the weights that its group asks for | actor | none; it
-    looks every 0.2 s | the learner's next version; the run's end | nothing: the learner's own deadline
+NEWER_WEIGHTS = _define("""newer_weights | waiting for the weights that its group needs | actor | none;
+    polls every 0.2 s | the learner's next version; the run's end | nothing: the learner's own deadline
     applies""")
 DECISION = _define("""decision | waiting for the devices to finish a decision | actor | --hang-timeout | the
     devices | the actor ends with an error and is respawned""")
@@ -110,9 +110,9 @@ EVALUATION = _define("""evaluation | waiting for the last version's true success
     with --evaluate-every | --hang-timeout since the last episode that was played | the evaluator; a stop
     request | the run ends without that number, with a message""")
 ROW = _define("""row | waiting for metrics.jsonl to be written | learner | 1, and not at all while rows are
-    late | the disk | the learner goes on; rows wait in memory, lost ones are counted""")
+    late | the disk | the learner continues; rows wait in memory, lost ones are counted""")
 DISK = _define(
-    """disk | waiting for disk space | replay | none; it tries every second | free space, or a free file
+    """disk | waiting for disk space | replay | none; retries every second | free space, or a free file
     descriptor | nothing is granted; nothing acknowledged is lost""",
     metrics_system.DISK_WAITING,
 )
