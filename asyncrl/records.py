@@ -170,7 +170,7 @@ class Episode:
     """Version of the world model; -1 for a simulator."""
     seed: int
     temperature: float
-    """Sampling temperature of the decisions; of action tokens that of their softmax."""
+    """Sampling temperature of the decisions; for action tokens, of their softmax."""
     top_k: int
     """Tokens were sampled among the `top_k` most likely ones; 0: among all."""
     end_reason: EndReason

@@ -238,7 +238,7 @@ def _first_rows(state: State, count: int) -> State:
 
 
 def find_failure(checks: Sequence[Check], row: int, index: int) -> Failure | None:
-    """Return the failure of slot `index` by the first array whose `row` is not finite, or None."""
+    """Return the failure of slot `index`: the first array whose `row` is not finite; or None."""
     for cause, name, values_B in checks:
         finite = values_B[row] if values_B.dtype == np.bool_ else np.isfinite(values_B[row]).all()
         if not finite:

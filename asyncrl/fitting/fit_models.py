@@ -106,7 +106,7 @@ def action_statistics(recordings: Recordings) -> NormStats:
 
 
 def write_statistics(folder: Path, policy: OpenVLAOFTPolicy, recordings: Recordings) -> None:
-    """Write `dataset_statistics.json`, as published policies have it, if they are those of the recordings."""
+    """Write `dataset_statistics.json`, as published policies have it, if they are the recordings'."""
     key = policy.config.norm_key
     if not key or policy.config.norm_stats[key] != action_statistics(recordings):
         return

@@ -112,7 +112,7 @@ def _spread(places: Sequence[T], count: int) -> list[T]:
 def picture_starts(
     pictures: Path, instructions: Path, settings: DataSetSettings, count: int
 ) -> list[StartState]:
-    """Make a start state of each picture with each of its instructions, evenly spread if there are more."""
+    """Make start states of pictures with each of their instructions; at most `count`, evenly spread."""
     files = {file.name: file for file in files_in(pictures, *SUFFIXES)}
     if not files:
         raise ConfigError(

@@ -45,7 +45,7 @@ LOGPROB_TOLERANCE: Final = 0.05  # Nats between `evaluate` and `act` at equal we
 
 
 class Reporter:
-    """Refuses a part that breaks its protocol, in one sentence."""
+    """Rejects a part that breaks its protocol, in one sentence."""
 
     def __init__(self, kind: str, part: object) -> None:
         self.name = f"{FLAGS[kind]} names {type(part).__module__}:{type(part).__qualname__}"

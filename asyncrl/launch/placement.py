@@ -149,7 +149,7 @@ def _by_word(word: str, ranks: int) -> Placement:
 
 
 def check_on_hosts(config: TrainConfig, hosts: Hosts, gpus: Mapping[int, int]) -> tuple[Placement, Hosts]:
-    """Check the placement on these hosts and their GPUs; returns it, and the hosts with their broadcasts."""
+    """Check the placement on these hosts and their GPUs; returns it, and the hosts with broadcasts set."""
     check_sizes(config.placement, hosts)
     placement = checked_placement(config, hosts.size)
     check_learner_devices(placement, hosts, gpus)

@@ -248,7 +248,7 @@ class Ledger:
         self._last = _checksum_of(line)
 
     def keep_spare(self) -> None:
-        """Reserve the spare space; without space now, nothing happens."""
+        """Reserve the spare space; does nothing without space."""
         with contextlib.suppress(OSError):
             if self._spare.is_symlink() or not self._spare.is_file():
                 remove(self._spare)

@@ -351,7 +351,7 @@ class SimulatorSource:
             simulator.close()
 
     def usual_places(self) -> int:
-        """Return the default number of places of one object: that of its class, else 16."""
+        """Return the default number of places of one object: its class's, else 16."""
         kind = registry.resolve("simulator", self.name)
         return min(getattr(kind, "usual_places", 16), getattr(kind, "most_places", 16))
 

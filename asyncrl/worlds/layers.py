@@ -107,7 +107,7 @@ class FrameVae(nn.Module):
             self._encode_compiled = torch.compile(self._encode, fullgraph=True, dynamic=False)
 
     def encode(self, frames_N3HW: Tensor, *, compiled: bool = False) -> Tensor:
-        """Encode ``[N, 3, H, W]`` in [-1, 1] to scaled ``[N, Z, h, w]`` float32; compiled: for few sizes."""
+        """Encode ``[N, 3, H, W]`` in [-1, 1] to scaled ``[N, Z, h, w]`` float32; `compiled`: few sizes."""
         return self._in_pieces(self._encode_compiled if compiled else self._encode, frames_N3HW)
 
     def decode(self, latents_NZhw: Tensor) -> Tensor:

@@ -216,7 +216,7 @@ class MapDrawer(nn.Module):
 
 
 def _looked_up(palette_K3: Tensor, share: Tensor) -> Tensor:
-    """Interpolate colours ``[..., 3]`` at ``[...]`` in [0, 1]; no index depends on the numbers."""
+    """Interpolate colours ``[..., 3]`` at ``[...]`` in [0, 1], without data-dependent indices."""
     count = len(palette_K3)
     places = torch.arange(count, device=share.device)
     weights = (1 - (share.unsqueeze(-1) * (count - 1) - places).abs()).clamp(min=0)

@@ -62,7 +62,7 @@ def ends_on(bounds: Bounds, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenSoraFiles(world_files.LatentWorldFolder):
-    """An OpenSora world on disk without its weights; of its transformer, the tensors that it uses."""
+    """An OpenSora world on disk without its weights; only the transformer tensors that it uses."""
 
     NETWORKS = (STDiT3, FrameVae)
     # Rounded, positions would turn by other angles than those of the fit.

@@ -156,7 +156,7 @@ class TemporalBlock(Block):
         visible_FK: Tensor,
         before: KeysValues | None = None,
     ) -> tuple[Tensor, KeysValues]:
-        """Mix the frames, which see those of `visible_FK` bool; return them, and their keys and values."""
+        """Mix each frame with the ones visible to it (`visible_FK` bool); return them, keys and values."""
         shift, scale, gate, *of_mlp = self.modulation(shared_BF6D)
         by_token = modulate(x_BFSD, shift, scale).transpose(1, 2)
         query, key, value = self.attn.project(by_token.flatten(0, 1))

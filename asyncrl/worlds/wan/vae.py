@@ -60,7 +60,7 @@ class VaeConfig(Typed):
 
     @classmethod
     def tiny(cls) -> VaeConfig:
-        """Return the shipped size; its statistics leave latents as they are until they are measured."""
+        """Return the shipped size; its statistics are the identity until they are measured."""
         mean, std = (0.0,) * 32, (1.0,) * 32
         return cls(
             base_dim=8, decoder_base_dim=16, z_dim=32, res_blocks=1, latents_mean=mean, latents_std=std
@@ -135,7 +135,7 @@ def _statistics(
 
 
 class _Step:
-    """Caches of one step: those that its layers read, and those that they store for the next step."""
+    """Caches of one step: those read by its layers, and those stored for the next step."""
 
     def __init__(self, cache: Sequence[Tensor] | None) -> None:
         self.first = cache is None
