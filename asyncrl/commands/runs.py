@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -201,11 +202,10 @@ def _shown(run: Path, config: StatusConfig) -> State:
         found = _as_dict(run, state, summary, processes)
         print(json.dumps(found, indent=None if config.watch else 2), flush=True)
         return state
-    cleared = config.watch and sys.stdout.isatty()
-    lines = [head] if head else []
-    lines += [line for process in processes for line in _lines(process, state)]
-    text = "\n".join([*lines, ""] if config.watch and not cleared else lines)
-    print(f"{_CLEARED if cleared else ''}{text}", flush=True)
+    width = shutil.get_terminal_size().columns if config.watch and sys.stdout.isatty() else None
+    lines = [head] * bool(head) + [line for process in processes for line in _lines(process, state)]
+    text = "\n".join([*(line[:width] for line in lines), *([""] if config.watch and not width else [])])
+    print(f"{_CLEARED if width else ''}{text}", flush=True)
     return state
 
 
@@ -222,7 +222,7 @@ def _headline(summary: RunSummary) -> str:
 
 
 def _lines(process: Process, state: State) -> list[str]:
-    gone = "ended" if state in (State.FINISHED, State.STOPPED) else "dead"
+    gone = "dead" if state is State.DEAD else "ended"
     lines = [f"{process.role:<12}{process.pid:>8}  {'alive' if process.alive else gone}"]
     for activity in process.activities:
         late = f", more than {activity.allowed:.0f} s" if activity.overdue else ""

@@ -135,8 +135,8 @@ BAD_UPDATES = define("""train/bad_updates, last, updates: Updates skipped becaus
 # --- the truth ---
 
 EVAL_SUCCESS = define("""eval/success_once, mean, share: Success rate in the true simulator. Far below
-    `env/success_once`: the world model promises too much. Written by --evaluate-every at the measured update,
-    else by `asyncrl evaluate`.""")
+    `env/success_once`: the world model promises too much. Written by --evaluate-every, at the measured
+    update.""")
 EVAL_LOW = define("""eval/success_low, last, share: Lower end of the 95 % interval (Wilson) of
     `eval/success_once`. Two rates whose intervals lie apart differ.""")
 EVAL_HIGH = define("""eval/success_high, last, share: Upper end of the interval. As `eval/success_low`.""")
