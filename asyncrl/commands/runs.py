@@ -150,7 +150,7 @@ _CLEARED: Final = "\033[H\033[J"  # Clears a terminal
 
 @dataclass(frozen=True, kw_only=True)
 class StatusConfig(Bounded):
-    """Show the activity of a run's processes on this host, of dead ones the last.
+    """Show the activity of a run's processes on this host; for dead ones, the last.
 
     Exit code 0: it is running; 3: it finished; 4: it was stopped, or failed, before its last update; 1: it is
     dead. With --watch 0: it finished.

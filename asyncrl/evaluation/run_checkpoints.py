@@ -71,7 +71,7 @@ def read_evaluations(run_dir: Path) -> list[EvaluatedVersion]:
 
 
 def cut_evaluations(run_dir: Path, version: int) -> None:
-    """Remove the lines of versions after one: a resumed run measures them again."""
+    """Remove the lines of later versions: a resumed run measures them again."""
     if (run_dir / EVALUATIONS).exists():
         _write(run_dir, [row for row in read_evaluations(run_dir) if row.version <= version])
 

@@ -318,7 +318,7 @@ class ImaginedMemories:
     """
 
     def __init__(self, windows: Windows, share: float, steps: int) -> None:
-        """Begin with recorded ones; `share` of a batch gets them, each drawn in `steps` network calls."""
+        """Begin with recorded ones; `share` of a batch gets drawn ones, by `steps` network calls each."""
         self.windows, self.share, self.steps = windows, share, steps
         self.latents = windows.latents.clone()
 

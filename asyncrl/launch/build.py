@@ -338,5 +338,5 @@ def loop_settings(config: TrainConfig) -> LoopSettings:
 
 
 def first_weights_deadline(config: TrainConfig) -> float:
-    """Seconds the first actor has to take the first version; one that must join first may come late."""
+    """Seconds for the first actor to receive the first version; more if it has yet to join."""
     return max(config.startup_timeout, config.batch_timeout if only_learns(config.placement) else 0.0)

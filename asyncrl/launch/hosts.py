@@ -164,7 +164,7 @@ class _Meeting:
         return numbers, dict(sorted(facts.items()))
 
     def follow(self) -> tuple[str, Hosts]:
-        """Do any other rank's part, again from the beginning when another rank 0 leads."""
+        """Do the part of a rank other than 0; start over when another rank 0 leads."""
         me, number = self.job.rank, secrets.token_hex(8)
         while True:
             start = self._take(_START, "Rank 0")
@@ -247,7 +247,7 @@ def _placed(facts: dict[int, HostFacts], size: int) -> Hosts:
 
 
 def _try_ports(hosts: Hosts, name: str) -> str:
-    """Return which port of the first host the host `name` cannot reach; empty: none."""
+    """Return the port of the first host that host `name` cannot reach; empty: none."""
     listening = (("--replay.listen", hosts.replay, "the replay"),)
     for flag, endpoint, who in (*listening, ("--weights.listen", hosts.weights, "the learner's weights")):
         address, port = address_of(endpoint)

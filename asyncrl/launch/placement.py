@@ -79,7 +79,7 @@ def _items(text: str) -> list[_Item]:
 
 
 def _sizes(items: list[_Item]) -> tuple[int, ...]:
-    """Return the ranks of each host: every rank has a role, so the highest that is named is the last."""
+    """Return the ranks of each host: every rank has a role, so the highest one named is the last."""
     stops: dict[int, int] = {}
     for _, named, host in items:
         if host is not None:

@@ -203,7 +203,7 @@ def totals() -> tuple[float, ...]:
 
 
 def read(run_dir: Path) -> list[Process]:
-    """Read the activities of a run's processes on this host; of dead ones the last."""
+    """Read the activities of a run's processes on this host; for dead ones, the last."""
     return [_process(role, content) for role, content in _status_files(run_dir).items()]
 
 

@@ -181,7 +181,7 @@ class Column(NamedTuple):
     metrics: tuple[Metric, ...]
 
     def cell(self, row: Readings) -> str:
-        """Format the metrics of a row; '-' for each absent one, or for all."""
+        """Format the metrics of a row; '-' for each absent one, or for the cell."""
         parts, values = self.pattern.split(" / "), [row.get(metric) for metric in self.metrics]
         if len(parts) < len(values):
             return "-" if None in values else self.pattern.format(*values)

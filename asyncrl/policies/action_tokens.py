@@ -98,7 +98,7 @@ def _bounds_on(
 
 
 def normalise(values: NDArray[np.floating], stats: Bounds, *, clip: bool = True) -> NDArray[np.float32]:
-    """Scale ``[..., Q]`` to float32 in [-1, 1] if clipped: ``2 (x - q01) / (q99 - q01 + 1e-8) - 1``."""
+    """Scale ``[..., Q]`` float32, to [-1, 1] if clipped: ``2 (x - q01) / (q99 - q01 + 1e-8) - 1``."""
     low, high = np.array(stats.q01), np.array(stats.q99)
     scaled = 2 * (values - low) / (high - low + _EPSILON) - 1
     scaled = np.where(stats.mask, scaled, values).astype(np.float32)

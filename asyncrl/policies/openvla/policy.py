@@ -246,7 +246,7 @@ class OpenVLAOFTPolicy(Policy):
     def choose(
         self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None
     ) -> SampledTokens:
-        """Choose the tokens of a decision, on the device alone; for `uniforms_BK` see `take_tokens`."""
+        """Choose the tokens of a decision, all on the device; for `uniforms_BK` see `take_tokens`."""
         hidden_BKD = self.readout(inputs)
         logprobs_BKN = action_distribution(self.lm_head(hidden_BKD), sampling)
         return SampledTokens(action_tokens.take_tokens(logprobs_BKN, uniforms_BK), logprobs_BKN, hidden_BKD)

@@ -78,7 +78,7 @@ def sampling_times(steps: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=32)
 def sampling_steps(steps: int) -> tuple[Step, ...]:
-    """Return the numbers of every step; all noise is fresh in each (eta 1), as in RLinf."""
+    """Return the factors of every step; all noise is fresh in each (eta 1), as in RLinf."""
     times = sampling_times(steps)
     shares, scales = signal_shares(), signal_scales()
     table = []
