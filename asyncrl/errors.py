@@ -67,7 +67,7 @@ class AttemptEnded(RunError):
 
 
 def first_line(error: object, longest: int = 200) -> str:
-    """Return an error's first line, at most `longest` characters; without text its type."""
+    """Return an error's first line, at most `longest` characters; its type if it has none."""
     lines = (line.strip() for line in str(error).splitlines())
     return next((line for line in lines if line), type(error).__name__)[:longest]
 

@@ -26,7 +26,7 @@ SEEDS: Final = 2**63 - 1  # Largest seed: generators take 64 bits
 
 @dataclass(frozen=True)
 class Within:
-    """A number of an interval, whose ends belong to it unless they are open."""
+    """A number in an interval, its ends included unless they are open."""
 
     lowest: float
     highest: float

@@ -149,7 +149,7 @@ class SimulatorSettings(Bounded, section="simulator."):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings(Bounded, section="evaluation."):
-    """True success for --evaluate-every, with the run's sampling, from starts of its own."""
+    """True success for --evaluate-every, with the run's sampling, from separate starts."""
 
     episodes: Annotated[int, AtLeast(1, "it counts episodes.", "Use 64.", highest=100_000)] = 64
     """Episodes per version. More make the interval narrower, and take longer."""

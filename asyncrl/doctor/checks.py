@@ -153,7 +153,7 @@ def check_python() -> Finding:
 
 
 def requirements(extra: str = "") -> list[Requirement]:
-    """Return the packages that an extra of pyproject.toml needs; '': those of every installation."""
+    """Return the packages that an extra of pyproject.toml needs; '': that every installation needs."""
     from packaging.requirements import Requirement
 
     try:

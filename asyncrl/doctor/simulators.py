@@ -43,7 +43,7 @@ class Measured:
 
 
 def examine_simulator(source: SimulatorSource) -> Iterator[checks.Finding]:
-    """Check a simulator; it is not played in if a package or its renderer is missing."""
+    """Check a simulator; if a package or its renderer is missing, play no episode."""
     yield checks.ok("settings", ", ".join([source.name, f"--places {source.places}", *source.settings]))
     found = [
         finding

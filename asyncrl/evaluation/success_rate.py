@@ -122,7 +122,7 @@ def acting(policy: Policy, sampling: SamplingParams, rows: int, name: str = "pol
 
 
 def pictures(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return ``[B, K, H, W, 3]`` as policies take it: of one camera ``[B, H, W, 3]``."""
+    """Return ``[B, K, H, W, 3]`` as policies take it: with one camera ``[B, H, W, 3]``."""
     return images[:, 0] if images.shape[1] == 1 else images
 
 

@@ -51,7 +51,7 @@ class DataSet(ABC):
 
     @abstractmethod
     def episodes(self) -> Iterator[SimulatedEpisode]:
-        """Read one episode after the other; a ConfigError names damage."""
+        """Read one episode after the other; ConfigError if damaged."""
 
     def read(self, into: FrameFile, row: int) -> EpisodeArrays:
         """Write the first camera's pictures from `row` on, and return all other data."""

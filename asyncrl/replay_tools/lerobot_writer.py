@@ -263,7 +263,7 @@ class _DataSet:
 
 
 def _task_table(pa: Any, tasks: list[str]) -> Any:
-    """Return the tasks and their numbers; the note for pandas makes the text the index, for LeRobot."""
+    """Return the tasks and their numbers; pandas' metadata make the text the index, as in LeRobot."""
     table = pa.table({"task_index": pa.array(range(len(tasks)), pa.int64()), "task": pa.array(tasks)})
     columns = [
         {"name": n, "field_name": n, "pandas_type": p, "numpy_type": t, "metadata": None}

@@ -141,7 +141,7 @@ def build_transport(name: str, device: torch.device, deadline: float) -> Transpo
 
 
 def open_store(address: str, seconds: float) -> Store:
-    """Open an epoch's store, ``file://PATH`` or ``tcp://HOST:PORT/PREFIX``; a key comes within `seconds`."""
+    """Open an epoch's store, ``file://PATH`` or ``tcp://HOST:PORT/PREFIX``; keys time out after `seconds`."""
     from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     kind, _, rest = address.partition("://")

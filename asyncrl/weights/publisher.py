@@ -312,7 +312,7 @@ class BroadcastPublisher(Publisher):
 
 
 class Relay:
-    """Hands versions on to the actors of another host: once over the network, then through memory.
+    """Relays versions to the actors of another host: once over the network, then through memory.
 
     Publishes the versions of a receiver that was built without tensors, and closes both.
     """

@@ -57,7 +57,7 @@ class FrameVaeConfig(Typed):
 
     @classmethod
     def published(cls) -> FrameVaeConfig:
-        """Return the published size of OpenSora's (SDXL's): 248 tensors, 83,653,863 parameters."""
+        """Return the size of OpenSora's published one (SDXL's): 248 tensors, 83,653,863 parameters."""
         return cls(widths=(128, 256, 512, 512), layers_per_block=2)
 
     def options(self) -> dict[str, Any]:

@@ -246,7 +246,7 @@ class ValueHead(nn.Module):
 
 
 def build_networks(config: OpenVLAOFTConfig) -> dict[str, Any]:
-    """Build the networks of a policy but its critic by attribute, with random weights in float32."""
+    """Build a policy's networks except its critic, by attribute, with random weights in float32."""
     vision = FusedVision(
         config.dino, config.siglip, image_size=config.image_size, patch_size=config.patch_size
     )

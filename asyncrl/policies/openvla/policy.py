@@ -354,7 +354,7 @@ class OpenVLAPolicy(OpenVLAOFTPolicy):
 
 
 def new_policy(config: OpenVLAOFTConfig, tokenizer: PromptTokenizer | None = None) -> OpenVLAOFTPolicy:
-    """Build the class that `config.decoding` asks for, with random weights."""
+    """Build the class that `config.decoding` selects, with random weights."""
     return (OpenVLAPolicy if config.causal else OpenVLAOFTPolicy)(config, tokenizer)
 
 
@@ -365,7 +365,7 @@ def load_policy(
     dtype: Dtype = "config",
     options: PublishedOptions | None = None,
 ) -> OpenVLAOFTPolicy:
-    """Read a policy folder with the class that its decoding asks for; in evaluation mode, all trainable."""
+    """Read a policy folder with the class that its decoding selects; in evaluation mode, all trainable."""
     opened = open_folder(Path(folder), options)
     kind = OpenVLAPolicy if opened.config.causal else OpenVLAOFTPolicy
     return kind.from_folder(opened, device, dtype)
