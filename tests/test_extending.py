@@ -107,7 +107,9 @@ def test_a_policy_without_tokens_learns_in_a_world_of_ones_own(outside: Path, tm
     learn = ["--optimizer.learning-rate", "2e-3", "--updates", "30", "--run-dir", str(tmp_path / "run")]
     assert cli.run("train", ["--inline", "--policy", FLOW, *ENVIRONMENT, *SMALL, *sizes, *learn]) == 0
     said = capsys.readouterr().out
-    assert f"asyncrl evaluate my_robot.flow:FlowPolicy@{tmp_path}/run --simulator SIMULATOR" in said
+    assert (
+        f"asyncrl evaluate my_robot.flow:FlowPolicy@{tmp_path}/run --simulator package.module:Class" in said
+    )
     after = true_success(f"my_robot.flow:FlowPolicy@{tmp_path}/run")
     assert after > before + 20, f"{before} -> {after} of 128"
 

@@ -112,7 +112,7 @@ def plot(config: PlotConfig) -> int:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise ConfigError(
-            "asyncrl runs plot needs the package matplotlib. Install it with pip install 'asyncrl[plot]'."
+            "a plot needs the package matplotlib. Install it: pip install -c constraints.txt -e '.[plot]'."
         ) from None
     runs = [list(read_json_lines(run.expanduser() / METRICS, {"step": int})) for run in config.runs]
     for run, rows in zip(config.runs, runs, strict=True):
@@ -129,8 +129,8 @@ def plot(config: PlotConfig) -> int:
                 axes.plot(line.keys(), line.values(), color=colour, alpha=0.35, linewidth=1)
                 for step, value in line.items():
                     by_step.setdefault(step, []).append(value)
-            means = {step: sum(by_step[step]) / len(by_step[step]) for step in sorted(by_step)}
-            axes.plot(means.keys(), means.values(), color=colour, linewidth=2.5, marker=".", label=name)
+            mean = {step: sum(by_step[step]) / len(by_step[step]) for step in sorted(by_step)}
+            axes.plot(mean.keys(), mean.values(), c=colour, lw=2.5, marker=".", label=name * bool(mean))
         axes.set(title=title, xlabel="update", ylim=(0, None if "lag" in title else 1))
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)

@@ -49,8 +49,8 @@ def patch_size(image_size: int) -> int:
         raise ConfigError(
             f"--data has pictures of {image_size} pixels, which only patches of {patch} pixels tile: "
             f"{(image_size // patch) ** 2} tokens a picture. Use a side with a divisor of 8 to "
-            f"{LARGEST_PATCH}, such as {near}: --dataset.image-size {near} of a data set, asyncrl collect "
-            f"--image-size {near} of a simulator."
+            f"{LARGEST_PATCH}, such as {near}: --dataset.image-size {near} for LeRobot and robomimic, "
+            f"asyncrl collect --image-size {near}, or resize the pictures that you record."
         )
     return patch
 

@@ -43,10 +43,10 @@ def _kind_of(path: Path) -> Kind:
                 return "libero" if holds_libero(file) else "robomimic"
         problem = f"is neither a recording (format {found!r}), nor robomimic's HDF5 (data/demo_0)"
     except UNREADABLE as error:
-        problem = f"cannot be read ({first_line(error)})"
+        problem = f"cannot be read ({first_line(error)})" if path.exists() else "does not exist"
     raise ConfigError(
-        f"{path} {problem}. Copy it again or move it away; what is read are recordings, robomimic's files, "
-        "folders of either, and LeRobot v3 folders (meta/info.json)."
+        f"{path} {problem}. --data takes recordings, robomimic's files, folders of either, and LeRobot v3 "
+        "folders (meta/info.json)."
     )
 
 

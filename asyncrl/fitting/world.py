@@ -380,7 +380,7 @@ def check_picture_size(recordings: Recordings, multiple: int) -> int:
         near = max(1, round(side / multiple)) * multiple
         raise ConfigError(
             f"--data has pictures of {side} pixels, but this kind of world cuts them into squares of "
-            f"{multiple} x {multiple}. Use a multiple of {multiple}: --dataset.image-size {near} of a data "
-            f"set, asyncrl collect --image-size {near} of a simulator."
+            f"{multiple} x {multiple}. Use a multiple of {multiple}: --dataset.image-size {near} for LeRobot "
+            f"and robomimic, asyncrl collect --image-size {near}, or resize the pictures that you record."
         )
     return side

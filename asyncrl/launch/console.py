@@ -257,12 +257,8 @@ def _how_to_evaluate(config: TrainConfig, run: str, tasks: Sequence[str]) -> str
         own = f" --simulator {simulator}" if registry.names_code(simulator) else ""
         return f"{command}{own}"
     if registry.names_code(config.world):
-        return f"{command} --simulator SIMULATOR"
-    known = "not measured here: no built-in simulator plays the tasks of this world"
-    if policy:
-        return f"{known}. With a simulator of your own: {command} --simulator SIMULATOR"
-    export = f"asyncrl convert {run} EXPORT --original PUBLISHED"
-    return f"{known}. Evaluate it where the policy came from: {export}"
+        return f"{command} --simulator package.module:Class"
+    return f"{command} --simulator package.module:Class (no built-in simulator plays this world's tasks)"
 
 
 def update_rows(path: Path) -> list[dict[str, Any]]:

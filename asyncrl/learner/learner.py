@@ -239,8 +239,8 @@ class Learner:
                 except SampleTimeout as status:
                     if wait.update(status):
                         process_status.progress()
-                    ready, episodes = f"{status.groups} of {groups}", f"{status.episodes} of {groups * size}"
-                    process_status.describe(f"{waits.BATCH.name}: {ready} groups, {episodes} episodes")
+                    ready = f"{status.groups} of {groups} groups, {status.episodes} episodes"
+                    process_status.describe(f"{waits.BATCH.name}: {ready}")
                     if not wait.remaining:
                         raise RunError(
                             f"The learner waited {timeout:g} s (--batch-timeout) for {groups} groups at "

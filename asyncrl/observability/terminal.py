@@ -249,7 +249,7 @@ def show_status(text: str) -> None:
 class StatusLine:
     """Shows the activities of a run in a terminal's last line, from a thread.
 
-    0:00:41  learner-0: waiting for a batch: 5 of 8 groups, 43 of 64 episodes  actor-0: ...
+    0:00:41  learner-0: waiting for a batch: 5 of 8 groups, 43 episodes  actor-0: ...
     """
 
     def __init__(self, run_dir: Path) -> None:

@@ -133,6 +133,6 @@ def test_pictures_of_these_sizes_are_cut_into_patches(size: int, patch: int) -> 
 @pytest.mark.parametrize("size", [97, 106, 211])
 def test_pictures_that_only_tiny_patches_tile_are_refused(size: int) -> None:
     with pytest.raises(
-        ConfigError, match=rf"pictures of {size} pixels.*--dataset.image-size \d+ of a data set"
+        ConfigError, match=rf"pictures of {size} pixels.*--dataset.image-size \d+ for LeRobot"
     ):
         patch_size(size)

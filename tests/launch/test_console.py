@@ -30,16 +30,20 @@ from support.event_files import pictures_in
         ("tabletop", "my.flow:Flow@x", "tabletop", "asyncrl evaluate my.flow:Flow@RUN"),
         ("worlds/fitted", "tabletop", "libero_goal", "asyncrl evaluate RUN"),
         ("worlds/fitted", "tabletop", "my.env:make", "asyncrl evaluate RUN --simulator my.env:make"),
-        ("my.worlds:Mine@x", "tabletop", "", "asyncrl evaluate RUN --simulator SIMULATOR"),
+        ("my.worlds:Mine@x", "tabletop", "", "asyncrl evaluate RUN --simulator package.module:Class"),
         ("tabletop_true", "tabletop", "tabletop", "asyncrl evaluate RUN, at starts that were not trained on"),
         (
             "worlds/published",
             "models/libero",
             "",
-            "not measured here: no built-in simulator plays the tasks of this world. Evaluate it where the "
-            "policy came from: asyncrl convert RUN EXPORT --original PUBLISHED",
+            "asyncrl evaluate RUN --simulator package.module:Class (no built-in simulator plays this",
         ),
-        ("worlds/published", "my.flow:Flow@x", "", "asyncrl evaluate my.flow:Flow@RUN --simulator SIMULATOR"),
+        (
+            "worlds/published",
+            "my.flow:Flow@x",
+            "",
+            "asyncrl evaluate my.flow:Flow@RUN --simulator package.module:Class",
+        ),
     ],
 )
 def test_the_simulator_that_has_the_tasks_is_advised_and_no_other(
