@@ -202,7 +202,7 @@ def busy_actor(pipe: Connection, endpoint: str, seconds: float) -> None:
     receiver.wait_for_first(PATIENCE)
     pipe.send("ready")
     seen, until = [], time.monotonic() + seconds
-    while time.monotonic() < until:
+    while time.monotonic() < until or len(set(seen)) <= 10:
         version = receiver.swap_into(tensors)
         assert number_in(tensors) == version % 256, version
         seen.append(version)
@@ -228,7 +228,6 @@ def test_of_many_versions_in_a_row_none_is_ever_mixed_with_another(publisher: Br
     process.join(PATIENCE)
     assert process.exitcode == 0
     assert seen == sorted(seen), "never back to an earlier one"
-    assert len(set(seen)) > 10
 
 
 @pytest.mark.gpu
