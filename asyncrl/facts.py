@@ -64,7 +64,7 @@ def check_array(values: object, shape: Sequence[int], where: str) -> NDArray[Any
 
 
 def check_verdicts(values: object, shape: Sequence[int], where: str) -> NDArray[np.bool_]:
-    """Return bools; finite numbers from 0 become True above 0.5. ConfigError for other values."""
+    """Return bools; finite numbers >= 0 become True above 0.5. ConfigError for other values."""
     found = check_array(values, shape, where)
     if found.dtype.kind == "b":
         return found

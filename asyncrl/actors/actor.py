@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class StartStream(Protocol):
-    """Starts of all groups: element n of an endless stream, a pure function of its settings and n."""
+    """Endless stream of the groups' starts: element n depends on the settings and n alone."""
 
     def __getitem__(self, n: int) -> EpisodeStart:
         """Return the start of the episodes of grant `n`."""
@@ -137,7 +137,7 @@ class Actor:
             return
 
     def step(self, wait: float = CREDIT_WAIT) -> bool:
-        """Take weights and grants, launch an idle stage, collect the oldest launch; False: nothing to do."""
+        """Take weights and grants, launch an idle stage, collect the oldest launch; False if it was idle."""
         began = time.monotonic()
         set_activity("talking to the replay", self.hang_timeout)
         self.port.serve()

@@ -103,7 +103,7 @@ class Slots:
         return max(0, len(self.episodes) + prefetch - len(self.live) - len(self.pending))
 
     def add_group(self, grant: GroupGrant, start: EpisodeStart, group_size: int) -> None:
-        """Queue a grant's episodes; they replace those of an earlier grant of its number."""
+        """Queue a grant's episodes, in place of those of an earlier grant with the same number."""
         self.remove_group(grant.number)
         episodes = [EpisodePlan(grant=grant, member=i, start=start) for i in range(group_size)]
         self.pending = deque(sorted([*self.pending, *episodes], key=lambda pending: pending.grant.number))
@@ -212,7 +212,7 @@ class Stage(Generic[State]):
             self.replace(indices, fresh)
 
     def keep(self, indices: Sequence[int]) -> None:
-        """Keep only the rows of the slots `indices`, ascending; one without a row copies the first."""
+        """Keep only the rows of the slots `indices`, ascending; a slot without a row copies row 0."""
         if list(indices) != self._rows:
             known = {index: row for row, index in enumerate(self._rows)}
             rows = [known.get(index, 0) for index in indices]
@@ -281,7 +281,7 @@ class Backend(ABC, Generic[State]):
 
     @abstractmethod
     def collect(self, slots: Slots, stage: Stage[State], timeout: float) -> tuple[list[Failure], float]:
-        """Append the stage's decisions; return seconds waited, except for devices; RunError on timeout."""
+        """Append the stage's decisions; return failures and seconds waited, except for devices."""
 
     @abstractmethod
     def release(self, slots: Slots, stage: Stage[State]) -> None:

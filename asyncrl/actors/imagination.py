@@ -200,7 +200,7 @@ class WorldBackend(Backend[State]):
 
 
 def wait_for(events: Sequence[DeviceEvent], deadline: float) -> float:
-    """Wait until all `events` have passed; returns the seconds, or raises RunError at the deadline."""
+    """Wait until all `events` have passed; return the seconds waited. RunError at the deadline."""
     if all(event.passed for event in events):
         return 0.0
     began = time.monotonic()
@@ -216,7 +216,7 @@ def wait_for(events: Sequence[DeviceEvent], deadline: float) -> float:
 
 
 def decision_tensors(policy: Policy, acted: ActResult) -> dict[str, Tensor]:
-    """Return the policy's part of B decisions by the names of `Episode`, ``[B, ...]`` in its dtypes."""
+    """Return the policy's arrays of B decisions, ``[B, ...]``, by the names and dtypes of `Episode`."""
     specs = policy.sample_arrays
     tensors = {name: acted.sample[name].to(_TORCH_DTYPES[specs[name].dtype]) for name in specs}
     tensors |= {"logprobs": acted.logprob.float(), "actions": acted.actions.float()}

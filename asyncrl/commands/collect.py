@@ -136,7 +136,7 @@ def training_starts(
 
 
 class _Parts:
-    """Episodes that are not in a complete file yet: `write_late` keeps those that were played."""
+    """Episodes that are not in a complete file yet; `write_late` writes those played so far."""
 
     def __init__(self, folder: Path, spec: SimulatorSpec, total: int, about: dict[str, object]) -> None:
         self._folder, self._spec, self._total, self._about = folder, spec, total, about

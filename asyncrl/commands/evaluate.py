@@ -175,7 +175,7 @@ def _parse(arguments: list[str]) -> tuple[EvaluateConfig, RunSettings | None]:
 
 
 def check_json(path: str) -> None:
-    """Refuse a file of --json that cannot be written; empty: none."""
+    """Refuse a --json file that cannot be written; an empty `path` is no file."""
     if path and not Path(path).absolute().parent.is_dir():
         raise ConfigError(f"--json {path}: there is no folder {Path(path).parent}. Make it.")
     if path and Path(path).is_dir():

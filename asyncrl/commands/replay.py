@@ -54,7 +54,7 @@ class Imagine(ReplayCommand):
     """In place of the run's --start-states."""
 
     def run(self) -> int:
-        """Print the table; 1 if a member differs."""
+        """Print the table; return 1 if a member differs, else 0."""
         from asyncrl.devices.tensors import take_device
         from asyncrl.evaluation.imagined_and_true import imagine_group
         from asyncrl.launch.environment import build_world_model, rows_of_a_pass

@@ -49,7 +49,7 @@ ARGUMENTS: Any = tyro.conf.FlagCreatePairsOff[RunsConfig]
 
 
 def main(arguments: list[str]) -> int:
-    """Print a row per run, the one started last at the end."""
+    """Print a row per run, in the order of their starts."""
     if arguments[:1] == ["plot"]:
         return plot(tyro.cli(PlotConfig, args=arguments[1:], prog="asyncrl runs plot"))
     if arguments[:1] == ["list"]:  # The name that the command had when there were others.

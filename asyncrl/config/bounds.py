@@ -45,7 +45,7 @@ class Within:
 
 
 class AtLeast(Within):
-    """A number of `lowest` to `highest`."""
+    """A number from `lowest` to `highest`."""
 
     def __init__(self, lowest: float, why: str, remedy: str, highest: float = MOST) -> None:
         super().__init__(lowest, highest, f"it must be at least {lowest}: {why}", remedy)

@@ -106,7 +106,7 @@ class OffloadedTensors:
         self.seconds += time.monotonic() - began
 
     def host_views(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors by name, offloaded ones as views in host memory; writes to changing ones persist."""
+        """Return tensors by name, offloaded ones as host views; writes to `changing` tensors persist."""
         views = dict(tensors)
         for name, tensor in tensors.items() if self.offloaded else ():
             if (copy := self._copies.get(tensor.untyped_storage()._cdata)) is not None:

@@ -189,7 +189,7 @@ def take_device(name: str, local_rank: int = 0) -> torch.device:
 def use_compiler_cache(device: torch.device) -> None:
     """Keep code that torch compiles in the user's cache folder, unless the user chose another.
 
-    It is loaded as code, so it is the user's alone. All processes share it, and it may be deleted.
+    It is loaded as code, so only the user has access. All processes share it, and it may be deleted.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 

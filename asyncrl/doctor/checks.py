@@ -51,7 +51,7 @@ class Sizes:
 
     @property
     def training(self) -> int:
-        """Gradient and AdamW's two moments, float32."""
+        """Bytes of the gradient and AdamW's two moments, float32."""
         return 12 * self.trained
 
     @property
@@ -153,7 +153,7 @@ def check_python() -> Finding:
 
 
 def requirements(extra: str = "") -> list[Requirement]:
-    """Return the packages that an extra of pyproject.toml needs; '': that every installation needs."""
+    """Return the packages that an extra of pyproject.toml needs; '': those of every installation."""
     from packaging.requirements import Requirement
 
     try:
@@ -211,7 +211,7 @@ def report(found: Iterable[Finding], as_json: bool, works: str, fails: str) -> i
 def examine(
     examination: Examination, *, reading_only: bool = False, quick: bool = False
 ) -> Iterator[Finding]:
-    """Run all checks in order; `reading_only`: those without side effects; `quick`: `QUICK` s at most."""
+    """Run all checks in order; `reading_only` omits those with side effects, `quick` takes `QUICK` s."""
     config = examination.config
     settings = f"{config.algorithm.kind}, {config.updates} updates, policy {config.policy}"
     yield ok("settings", f"{examination.where}: {settings}, world {config.world}")

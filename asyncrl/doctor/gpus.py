@@ -35,7 +35,7 @@ def check_devices(_: Examination) -> Finding:
 
 
 def hosts_of(examination: Examination) -> Hosts:
-    """Return the hosts of --placement; one with all ranks if it names none."""
+    """Return the hosts of --placement; one host with all ranks if it names none."""
     text, number = examination.config.placement, examination.host
     sizes = placements.sizes_of_hosts(text) or (placements.ranks_named(text),)
     if number >= len(sizes):

@@ -72,7 +72,7 @@ def _cgroup(name: str) -> str:
 
 
 def check_shared_memory(_: Examination, folder: Path = SHARED, gpus: int | None = None) -> Finding:
-    """Check the shared memory that NCCL may use between GPUs; `gpus` None: those that the driver lists."""
+    """Check the shared memory that NCCL may use between `gpus` GPUs; None: as many as the driver lists."""
     usage = shutil.disk_usage(folder) if folder.is_dir() else None
     free, total = (usage.free, usage.total) if usage else (0, 0)
     seen = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free in {folder}"

@@ -120,7 +120,7 @@ class JudgedEpisode:
 
     @property
     def edge(self) -> tuple[int, int, int]:
-        """Green if the truth was a success, else red."""
+        """Colour of the edge: green if the true episode succeeded, else red."""
         return GREEN if self.solved_at is not None else RED
 
 
@@ -181,7 +181,7 @@ def write_judged_movie(path: Path, episodes: Sequence[JudgedEpisode], title: str
 
 
 def write_judged_sheet(path: Path, episodes: Sequence[JudgedEpisode], title: str) -> None:
-    """Write a row per episode: first picture, judged imagined picture, the true one of that step, end."""
+    """Write a row per episode: true start, judged imagined picture, true picture of that step, true end."""
     with replacing(path) as part:
         in_columns([[_row(episode) for episode in episodes]], [title]).save(part, "PNG")
 

@@ -1,7 +1,7 @@
 """Compare imagined episodes with the true outcome of the same actions; imagine a stored group once more.
 
 Policy, world and reward model act as in training, closed loop; the simulator then plays the same actions from
-the same start, for as many decisions. With `true_decisions` imagination begins after these. Where the
+the same start, for as many decisions. With `true_decisions`, imagination begins after so many. Where the
 verdicts differ, the imagination was wrong.
 
 Letters: B episodes of a batch, C steps of a decision, N decisions of an episode, A numbers of a step.
@@ -282,7 +282,7 @@ def imagine_group(
 ) -> list[tuple[NDArray[np.uint8], NDArray[np.float32]]]:
     """Imagine stored actions again with the stored noise: frames ``[N * C, H, W, 3]`` and scores ``[N, C]``.
 
-    `rows` of every pass, padded with copies of the first; 0: all members still running.
+    `rows`: size of every pass, padded with copies of row 0; 0: one row per running member.
     """
     size = rows or len(episodes)
     parts = [episodes[first : first + size] for first in range(0, len(episodes), size)]

@@ -51,7 +51,7 @@ class EvaluatedVersion:
 
 
 def is_due(version: int, every: int, last: int) -> bool:
-    """Return True if a version above 0 is to be measured; `every` 0: none is."""
+    """Return True if a version above 0 is to be measured; with `every` 0 none is."""
     return every > 0 and (version % every == 0 or version == last)
 
 

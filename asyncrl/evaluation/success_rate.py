@@ -38,7 +38,7 @@ class SuccessRate:
 
     @classmethod
     def of(cls, successes: int, episodes: int) -> SuccessRate:
-        """Compute the shares from which the observation is less than 1.96 sigma away (Wilson, 1927)."""
+        """Compute rate and interval: all rates less than 1.96 sigma from the observation (Wilson, 1927)."""
         if episodes == 0:
             return cls(successes=0, episodes=0, rate=math.nan, low=0.0, high=1.0)
         z, n, p = 1.959964, episodes, successes / episodes
@@ -181,7 +181,7 @@ def evaluate(
 
 
 def simulator_of_tasks(tasks: Collection[str]) -> str:
-    """Return the built-in simulator that has all `tasks`; empty: there is none, or no task."""
+    """Return the built-in simulator that has all `tasks`; empty if there is none, or no task."""
     wanted = {plain_task(task) for task in tasks}
     return next((name for name, known in _TASKS.items() if wanted and wanted <= known), "")
 

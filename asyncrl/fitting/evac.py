@@ -158,7 +158,7 @@ def _check_poses(recordings: Recordings) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PoseWindows:
-    """Remembered and new frames of each decision. Latents, maps and motions of a frame are kept once."""
+    """Remembered and new frames of each decision; each frame's latent, map and motion are stored once."""
 
     latents: Tensor  # [F, Z, h, w] float32.
     maps: Tensor  # [F, Z, h, w] float32 latents of the trajectory maps.
@@ -169,7 +169,7 @@ class PoseWindows:
 def windows(
     recordings: Recordings, latents: Latents, poses_F8: Tensor, maps_FZhw: Tensor, config: EvacConfig
 ) -> PoseWindows:
-    """Cut episodes into windows, one after every frame that eight frames follow."""
+    """Cut episodes into windows, one for each frame with eight frames after it."""
     device = maps_FZhw.device
     before_F8 = poses_F8.roll(1, 0)
     starts = to_device(recordings.offsets[:-1], device)
@@ -287,7 +287,7 @@ def prepare_poses(model: PoseModel, poses_F8: NDArray[np.float32]) -> None:
 
 
 def pose_loss(model: PoseModel, actions_BC7: Tensor, poses_BC8: Tensor, first_B8: Tensor) -> Tensor:
-    """Compute the mean squared error ``[]``, in `UNITS`, of the poses followed from `first_B8` on."""
+    """Compute the mean squared error ``[]``, in `UNITS`, of the poses predicted from `first_B8` on."""
     units = torch.tensor(UNITS, device=poses_BC8.device)
     return ((model.follow(actions_BC7, first_B8) - poses_BC8) / units).square().mean()
 
@@ -309,7 +309,7 @@ def fit_poses(model: PoseModel, recordings: Recordings, schedule: Schedule) -> f
 
 @torch.no_grad()
 def followed_poses(model: PoseModel, recordings: Recordings) -> Tensor:
-    """Follow the hand through every episode from its first pose: ``[F, 8]`` float32 on the model's device."""
+    """Predict the poses of every episode from its first one: ``[F, 8]`` float32 on the model's device."""
     device = next(model.parameters()).device
     lengths = np.diff(recordings.offsets)
     places = np.arange(lengths.max())

@@ -28,7 +28,7 @@ from asyncrl.worlds.wan.world import WanWorld
 
 
 def fresh_decoder(world: Any) -> TinyDecoder:
-    """Build a tiny decoder for a world, with fresh weights on the CPU; a ConfigError without causal video."""
+    """Build a tiny decoder with fresh weights on the CPU; ConfigError if the world is not a Wan world."""
     if not isinstance(world, WanWorld):
         raise ConfigError(
             "--world is a world whose frames are decoded one by one; a tiny decoder takes the place of one "

@@ -85,7 +85,7 @@ def executed(recordings: Recordings) -> NDArray[np.float32]:
 def action_range(recordings: Recordings) -> NDArray[np.float64]:
     """Return the first and the 99th percentile of each number of an action, ``[2, A]``.
 
-    If closer than `LEAST_RANGE`, as for a number that hardly moves: its extremes, at least that far apart.
+    Where these are closer than `LEAST_RANGE` (the number hardly moves), its extremes, at least so far apart.
     Values outside are clipped.
     """
     actions = executed(recordings).astype(np.float64)
@@ -97,7 +97,7 @@ def action_range(recordings: Recordings) -> NDArray[np.float64]:
 
 
 def action_statistics(recordings: Recordings) -> NormStats:
-    """Measure the range of each number. The last of 7 is the gripper: not scaled if it keeps to -1 to 1."""
+    """Measure the range of each number. The last of 7 is the gripper's, unscaled if within [-1, 1]."""
     low, high = action_range(recordings)
     actions, width = executed(recordings), len(low)
     gripper = width == ACTION_DIM and float(np.abs(actions[:, -1]).max()) <= 1
@@ -106,7 +106,7 @@ def action_statistics(recordings: Recordings) -> NormStats:
 
 
 def write_statistics(folder: Path, policy: OpenVLAOFTPolicy, recordings: Recordings) -> None:
-    """Write `dataset_statistics.json`, as published policies have it, if they are the recordings'."""
+    """Write a published policy's `dataset_statistics.json`, if the policy has the recordings' statistics."""
     key = policy.config.norm_key
     if not key or policy.config.norm_stats[key] != action_statistics(recordings):
         return
@@ -119,7 +119,7 @@ def write_statistics(folder: Path, policy: OpenVLAOFTPolicy, recordings: Recordi
 
 
 def examples(recordings: Recordings) -> np.ndarray:
-    """Return the frames before at least one whole recorded decision: ``[N]`` int64 rows of the frames."""
+    """Return the rows ``[N]`` int64 of the frames that a whole recorded decision follows."""
     spans = map(recordings.span, range(len(recordings)))
     rows = [np.arange(s.start, s.stop - CHUNK) for s in spans if s.stop - s.start > CHUNK]
     if not rows:
@@ -289,7 +289,7 @@ def fit_reward(reward: ResNetReward, recordings: Recordings, drawn: Frames, sche
 
 
 def _late(recordings: Recordings) -> np.ndarray:
-    """Return the unsolved frames of each episode's last two decisions, which look almost solved: rows."""
+    """Return the rows of unsolved frames in each episode's last two decisions, which look almost solved."""
     spans = map(recordings.span, range(len(recordings)))
     late = np.concatenate([np.arange(max(span.start, span.stop - 16), span.stop) for span in spans])
     return late[~recordings.success[late]]

@@ -229,7 +229,7 @@ def _check_order(table: Any, rate: float) -> None:
 
 
 def _read_info(path: Path) -> tuple[dict[str, dict[str, Any]], float, str, int | None]:
-    """Features, rate, robot, and number of episodes if it is known."""
+    """Return features, rate, robot, and the number of episodes if it is known."""
     with _reading(path / INFO):
         info = load_json(path / INFO)
         check_types(info, {"codebase_version": str, "fps": float, "features": dict})

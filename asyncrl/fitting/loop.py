@@ -89,7 +89,7 @@ class Kept:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Steps, batch and speed of a fit, and how each batch is shared out."""
+    """Steps, batch and learning rate of a fit, and the split of each batch."""
 
     steps: int
     batch: int  # Examples per step.
@@ -117,15 +117,15 @@ class Schedule:
 
     @property
     def parts(self) -> int:
-        """Micro-batches of each rank."""
+        """Number of micro-batches of each rank."""
         return parts_of(self.batch, self.ranks.size, self.micro_batch)
 
     def own(self, drawn: Tensor) -> Tensor:
-        """Return this rank's rows of a whole step, ``[batch, ...]`` of any dtype."""
+        """Return this rank's rows of a whole step's `drawn`, ``[batch, ...]`` of any dtype."""
         return drawn[self.ranks.rank :: self.ranks.size]
 
     def part(self, own: Tensor, part: int) -> Tensor:
-        """Return the rows of a micro-batch among those of `own`."""
+        """Return the rows of micro-batch `part` from the result of `own`."""
         return own[part :: self.parts]
 
 
@@ -151,7 +151,7 @@ class BatchSource:
 
 
 def parts_of(batch: int, ranks: int, micro_batch: int) -> int:
-    """Count the micro-batches of a rank: all of one size, so that their means make up the batch's."""
+    """Count a rank's micro-batches, all of one size, so that the mean over them is the batch's."""
     at_once = micro_batch or batch // max(1, ranks)
     if at_once < 1 or batch % (ranks * at_once):
         raise ConfigError(
@@ -162,7 +162,7 @@ def parts_of(batch: int, ranks: int, micro_batch: int) -> int:
 
 
 def prepared(function: Callable[..., Any], device: torch.device, *, compiled: bool) -> Callable[..., Any]:
-    """Run `function` with bfloat16 matrix products on a GPU, and through `torch.compile` if `compiled`.
+    """Return `function` with bfloat16 matrix products on a GPU, compiled by `torch.compile` if `compiled`.
 
     Parameters, sums and losses stay float32 (automatic mixed precision); on a CPU nothing is rounded.
     """
@@ -192,7 +192,7 @@ class Rounded(nn.Module):
 
 
 def prepared_network(network: nn.Module, device: torch.device, *, compiled: bool) -> Callable[..., Any]:
-    """Run a network in bfloat16 on a GPU: compiled, or as CUDA graphs, gradients included.
+    """Return a network that runs in bfloat16 on a GPU: compiled, or as CUDA graphs with gradients.
 
     Shapes, types and gradients of inputs are those of the first call; each call overwrites the last result.
     """
@@ -230,8 +230,8 @@ def minimise(
     """Train `module` with AdamW and return the mean loss of the last tenth; continues from `schedule.kept`.
 
     Args:
-        loss_at: Computes a loss, ``[]`` float32, with gradient: of step i; with several micro-batches of
-            part ``i % parts`` of step ``i // parts``.
+        loss_at: Computes the loss ``[]`` float32, with gradient, of step i; with several micro-batches,
+            the loss of part ``i % parts`` of step ``i // parts``.
         average: Decay of the moving average of the weights, which replaces them at the end; 0: none.
         rngs: The generators that `loss_at` draws from.
     """

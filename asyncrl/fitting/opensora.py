@@ -66,7 +66,7 @@ class OpenSoraFit(FrameByFrameFit):
 
 @dataclass(frozen=True, kw_only=True)
 class FrameWindows:
-    """Condition and new frames of each decision. Latents and actions belong to frames and are kept once."""
+    """Condition and new frames of each decision; each frame's latent and action are stored once."""
 
     latents: Tensor  # [F, Z, h, w] float32.
     actions: Tensor  # [F, A] float32, scaled to the world's range; row i produced frame i.
@@ -79,7 +79,7 @@ class FrameWindows:
 
 
 def windows(recordings: Recordings, latents: Latents, action_range: Bounds) -> FrameWindows:
-    """Cut episodes into windows, one after every frame that eight frames follow."""
+    """Cut episodes into windows, one for each frame with eight frames after it."""
     device = latents.all.device
     actions = to_device(recordings.actions, device)
     past = np.arange(CONDITION) - CONDITION  # The first stands in for earlier ones.

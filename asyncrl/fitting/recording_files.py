@@ -384,7 +384,7 @@ def _opened(path: Path) -> Iterator[h5py.File]:
 
 
 def _deflated(dataset: h5py.Dataset) -> list[tuple[int, ...]]:
-    """The offsets of all chunks; empty unless all were written, of whole frames, through gzip alone."""
+    """Return the offsets of all chunks; empty unless each is written, has whole frames and only gzip."""
     import h5py
 
     created, chunks, stored = dataset.id.get_create_plist(), dataset.chunks, list[Any]()
@@ -399,7 +399,7 @@ def _deflated(dataset: h5py.Dataset) -> list[tuple[int, ...]]:
 
 
 def _inflate(dataset: h5py.Dataset, offsets: Sequence[tuple[int, ...]], into: FrameFile, row: int) -> None:
-    """Unpack on all cores, where HDF5 uses one."""
+    """Unpack chunks into rows from `row` on, on all cores; HDF5 would use one."""
     chunks, most, rows = dataset.chunks, math.prod(dataset.chunks or ()) + 1, dataset.shape[0]
     assert chunks is not None
 

@@ -1,4 +1,4 @@
-"""HDF5 files with demonstrations ``data/demo_*``: robomimic's and LIBERO's, in two orders.
+"""HDF5 demonstrations ``data/demo_*``: robomimic observes before an action, LIBERO after.
 
 Letters: T samples of a demonstration, H W picture size.
 """
@@ -273,7 +273,7 @@ class LiberoFile(RobomimicFile):
         )
 
     def episode(self, where: str, start: SimStart, **arrays: NDArray[Any]) -> SimulatedEpisode:
-        """Begin with the picture after the first action, and mirror all."""
+        """Begin with the picture after the first action, and mirror all pictures."""
         success = arrays["success"][1:]
         arrays |= {
             "actions": arrays["actions"][1:],
@@ -295,7 +295,7 @@ class LiberoFile(RobomimicFile):
 
 
 def open_libero(paths: Sequence[Path], simulator: str, cameras: Sequence[str]) -> list[LiberoFile]:
-    """Open the demonstrations of a suite; empty: the one that has all these tasks, else the folder's name."""
+    """Open a suite's demonstrations; suite '': the one with all these tasks, else the folder's name."""
     files = [LiberoFile(path, cameras) for path in paths]
     suite, seed = _suite_of(files, simulator), 0
     for file in files:

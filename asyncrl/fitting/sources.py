@@ -27,7 +27,7 @@ Kind = Literal["recording", "robomimic", "libero", "lerobot"]
 
 
 def list_sources(path: Path) -> list[tuple[Path, Kind]]:
-    """List the LeRobot folder or all HDF5 files at a path, with their kinds; a file of no kind is refused."""
+    """List the LeRobot folder or all HDF5 files at a path, with their kinds; unknown kinds are refused."""
     if is_lerobot(path):
         return [(path, "lerobot")]
     return [(file, _kind_of(file)) for file in hdf5_files(path)]

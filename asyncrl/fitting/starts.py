@@ -33,7 +33,7 @@ T = TypeVar("T")
 def keyframes(actions: NDArray[np.float32], success: NDArray[np.bool_]) -> list[int]:
     """Choose the steps of an episode, multiples of 8, at which imagination may begin: at most two.
 
-    Imagination that begins on the way makes fewer decisions, so a world's errors add up less. How WoVR (arXiv
+    Imagination that begins midway makes fewer decisions, so a world's errors add up less. How WoVR (arXiv
     2602.13977) chose its key frames was not published; the rule here:
 
         contact   one decision before the one in which the gripper's command changes for the first time

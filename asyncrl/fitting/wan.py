@@ -64,7 +64,7 @@ class WanFit(FittedWorld):
     def clips(
         self, recordings: Recordings, batch: int, rng: np.random.Generator
     ) -> tuple[Tensor, NDArray[np.int64]]:
-        """Draw clips of consecutive frames; a third begin as an episode's stream does."""
+        """Draw clips of consecutive frames; a third begin like `stream_of` an episode."""
         rows = np.empty((batch, CLIP_FRAMES), np.int64)
         episodes = rng.integers(len(recordings), size=batch)
         for i, episode in enumerate(episodes):
@@ -140,7 +140,7 @@ class WanFit(FittedWorld):
             )
 
     def fine_tune(self, recordings: Recordings, schedule: Schedule, options: WorldOptions) -> float:
-        """Train the trainable part of the transformer, however spread; the autoencoder is dropped."""
+        """Train the trainable part of the transformer, sharded or not; the autoencoder is freed."""
         kept = torch.device("cpu")  # Moments and averages come later, and need the device's room.
         vae = self.autoencoder.requires_grad_(False)
         latents = encode_recordings(vae, recordings, kept=kept, ranks=schedule.ranks)
@@ -258,7 +258,7 @@ class ActionScale:
     """Maps actions of any unit to about [-1, 1]: ``gain * a + offset``.
 
     The published network takes actions as they are, between -1 and 1. Pixels, degrees or radians are scaled
-    while it is fitted, and the scale is then worked into the two layers that actions enter, which is exact.
+    while it is fitted, and the scale is then folded into the two layers that actions enter, which is exact.
     """
 
     gain: NDArray[np.float64]  # [A].
@@ -312,13 +312,12 @@ def _scaled_entrances(
 class ImaginedMemories:
     """Memory latents that the network draws itself while it learns, against drift.
 
-    Scheduled sampling (arXiv 1506.03099). A drawn memory begins at the drawn one before it: during a fit
-    they become as deep as episodes are long. A fit that goes on after an interruption begins with recorded
-    ones again.
+    Scheduled sampling (arXiv 1506.03099). A memory is drawn from the drawn one before it, so during a fit
+    chains of them become as long as episodes. A resumed fit begins with recorded memories again.
     """
 
     def __init__(self, windows: Windows, share: float, steps: int) -> None:
-        """Begin with recorded ones; `share` of a batch gets drawn ones, by `steps` network calls each."""
+        """Begin with recorded memories; a `share` of each batch gets drawn ones (`steps` network calls)."""
         self.windows, self.share, self.steps = windows, share, steps
         self.latents = windows.latents.clone()
 
@@ -331,7 +330,7 @@ class ImaginedMemories:
 
     @torch.no_grad()
     def draw(self, velocity: Callable[..., Tensor], chosen: Tensor, noise_BZ2hw: Tensor) -> None:
-        """Draw the windows `chosen` and keep the memory of the next decision."""
+        """Draw the windows `chosen` and store the next decision's memories."""
         anchors, memories, _, last = self.windows.rows[chosen].T
         given_BZ2hw = torch.stack([self.latents[anchors], self.latents[memories]], dim=2)
         actions_B = self.windows.actions[chosen]

@@ -155,7 +155,7 @@ class FittedWorld(ABC):
 
     @abstractmethod
     def set_statistics(self, mean: Sequence[float], std: Sequence[float]) -> None:
-        """Make latents of this mean and deviation ``[Z]`` standard normal from now on."""
+        """Rescale latents, so that those of this mean and deviation ``[Z]`` become standard normal."""
 
     @abstractmethod
     def encode(self, recordings: Recordings) -> Latents:
@@ -374,7 +374,7 @@ def check_same_size(world: FittedWorld, recordings: Recordings, flag: str) -> No
 
 
 def check_picture_size(recordings: Recordings, multiple: int) -> int:
-    """Return the side of the pictures; ConfigError unless they are square multiples."""
+    """Return the pictures' side; ConfigError unless they are square and it is a multiple of `multiple`."""
     side = recordings.image_size
     if side % multiple:
         near = max(1, round(side / multiple)) * multiple

@@ -52,7 +52,7 @@ MEETING_DEADLINE: Final = 600.0  # seconds for the learner ranks to meet
 
 
 class LoadedModels(NamedTuple):
-    """The policy of a run, loaded, and its other models, checked."""
+    """The loaded policy of a run, and its other models, checked but not loaded."""
 
     config: TrainConfig  # with the world's defaults
     defaults: WorldDefaults
@@ -160,7 +160,7 @@ def check_resumed(config: TrainConfig, again: Path | None = None) -> TrainConfig
 
 
 def learner_offload(config: TrainConfig, update: Update) -> OffloadedTensors:
-    """Offload, while it waits, this rank's shard of weights, gradient and optimizer state."""
+    """Return the offloading of this rank's weights, gradient and optimizer state while it waits."""
     if not config.learner.offload:
         return NO_OFFLOAD
     reference = getattr(update.reference, "policy", None)

@@ -191,7 +191,7 @@ class ChildProcesses:
         news: Callable[[], list[str]] = list,
         report_failure: Callable[[str], None] | None = None,
     ) -> None:
-        """Begin without children; `poll` prints `news`, and reports once, or raises, why a child is lost."""
+        """Begin without children; `poll` prints `news`, and reports (once) or raises a lost child's error."""
         self._stop, self._tell, self._news = stop, tell, news
         self._report_failure = report_failure
         self.failure: RunError | None = None

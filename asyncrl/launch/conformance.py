@@ -45,7 +45,7 @@ LOGPROB_TOLERANCE: Final = 0.05  # Nats between `evaluate` and `act` at equal we
 
 
 class Reporter:
-    """Rejects a part that breaks its protocol, in one sentence."""
+    """Rejects a part that breaks its protocol, with a message of one sentence."""
 
     def __init__(self, kind: str, part: object) -> None:
         self.name = f"{FLAGS[kind]} names {type(part).__module__}:{type(part).__qualname__}"
@@ -83,7 +83,7 @@ class Trial:
     second = cached_property(lambda self: self.imagine(self.first[1]))
 
     def actions(self, rows: int) -> Tensor:
-        """Return ``[rows, C, A]`` float32 on the world's device; row i does not depend on their number."""
+        """Return ``[rows, C, A]`` float32 on the world's device; row i does not depend on `rows`."""
         spec = self.world.action_spec
         drawn = [np.random.default_rng(i).uniform(-0.5, 0.5, (spec.chunk, spec.dim)) for i in range(rows)]
         return torch.from_numpy(np.stack(drawn).astype(np.float32)).to(self.world.device)

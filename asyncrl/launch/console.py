@@ -304,7 +304,7 @@ def _tell_nothing_learned(
 def balance(config: TrainConfig, placement: Placement, run_dir: Path, version: int) -> str:
     """Describe learners' and actors' median time per update since `version`, and a better placement.
 
-    Empty after too few updates, if ranks have both roles, or if actors may join. Assumes even shares.
+    Empty after too few updates, if ranks have both roles, or if actors may join. Assumes even work per rank.
     """
     names = (s.GROUPS_PER_MINUTE.name, s.LEARNER_WAITING.name, s.ACTORS_WAITING.name)
     rows = list(read_json_lines(run_dir / "metrics.jsonl", {"step": int}))

@@ -220,7 +220,7 @@ def rows_of_a_pass(config: TrainConfig) -> int:
 
 
 def actor_offload(config: TrainConfig, backend: WorldBackend[Any] | SimulatorBackend) -> OffloadedTensors:
-    """Offload an idle actor's models. Receivers' tensors stay; new weights reach the copy."""
+    """Return the offloading of an idle actor's models, whose host copies get new weights."""
     if not config.actor.offload:
         return NO_OFFLOAD
     policy, others = backend.policy, backend.models if isinstance(backend, WorldBackend) else []
@@ -230,7 +230,7 @@ def actor_offload(config: TrainConfig, backend: WorldBackend[Any] | SimulatorBac
 def offload_idle(
     models: Sequence[Any], changing: Callable[[], Iterable[Tensor]], device: torch.device
 ) -> OffloadedTensors:
-    """Offload the tensors of networks, worlds and reward models, of which only `changing` are written to."""
+    """Return the offloading of networks, worlds and reward models; only `changing` may be written to."""
     networks = [
         network
         for model in models

@@ -136,7 +136,7 @@ class VersionPlayer:
         return sorted(played, key=lambda episode: order[episode.start.name])
 
     def _draw(self, episodes: Sequence[SimulatedEpisode], version: int, title: str) -> tuple[str, str]:
-        """World and reward model may be large: loaded only for this call."""
+        """Draw a sheet and a movie; world and reward model may be large: loaded for this call alone."""
         config = self._config
         if simulator_named(config.world):
             judged = [unjudged(episode) for episode in episodes]

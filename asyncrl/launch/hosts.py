@@ -57,7 +57,7 @@ class HostFacts:
 
 
 def digests(config: TrainConfig, arguments: Sequence[str]) -> dict[str, str]:
-    """Digest every setting by its flag; with --resume, whose settings are in the folder, the arguments."""
+    """Digest every setting, by flag; with --resume the arguments, because settings are in the folder."""
     settings = {"resume": list(arguments)} if config.resume else flat(asdict(config))
     return {flag: _digest(str(value).encode()) for flag, value in settings.items()}
 
@@ -247,7 +247,7 @@ def _placed(facts: dict[int, HostFacts], size: int) -> Hosts:
 
 
 def _try_ports(hosts: Hosts, name: str) -> str:
-    """Return the port of the first host that host `name` cannot reach; empty: none."""
+    """Return an error if host `name` cannot reach a port of the first host; empty if it reaches all."""
     listening = (("--replay.listen", hosts.replay, "the replay"),)
     for flag, endpoint, who in (*listening, ("--weights.listen", hosts.weights, "the learner's weights")):
         address, port = address_of(endpoint)

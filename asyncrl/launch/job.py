@@ -106,7 +106,7 @@ class Hosts:
 
     @classmethod
     def of_sizes(cls, sizes: Sequence[int]) -> Hosts:
-        """Return hosts with known numbers of ranks only."""
+        """Return hosts of which only the numbers of ranks are known."""
         return cls(
             names=tuple(f"host {number}" for number in range(len(sizes))),
             first_ranks=(0, *accumulate(sizes[:-1])),

@@ -83,7 +83,7 @@ def run(settings: JoinOptions) -> int:
 
 
 def resolved(address: str) -> str:
-    """Return the endpoint of --join, which may lack ``tcp://`` and name its host."""
+    """Return --join as an endpoint: add ``tcp://`` if it is missing, and look up the host's name."""
     kind, _, rest = address.rpartition("://")
     host, _, port = rest.rpartition(":")
     if kind not in ("", "tcp") or not host or host[0] == "[":  # IPv6

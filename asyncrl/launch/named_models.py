@@ -94,7 +94,7 @@ def folder_part(text: str) -> str:
 def refuse_foreign_code(
     config: TrainConfig, own: TrainConfig, source: str, kinds: Iterable[str] = registry.PARTS_OF_A_RUN
 ) -> None:
-    """Refuse classes that a run names and the user did not: a file or peer never names code."""
+    """Refuse classes that a run names and the user did not: a file or peer must not name code."""
     for flag, text in registry.own_code(config, kinds):
         if (flag, text) not in registry.own_code(own, kinds):
             raise ConfigError(
@@ -163,7 +163,7 @@ def add_adapters(config: TrainConfig, policy: Policy) -> None:
 
 
 def sampling_of(config: TrainConfig) -> SamplingParams:
-    """Return how the actors of a run sample."""
+    """Return the sampling parameters of a run's actors."""
     return SamplingParams(temperature=config.algorithm.temperature, top_k=config.algorithm.top_k)
 
 
@@ -191,7 +191,7 @@ def run_of(text: str) -> Path | None:
 
 
 def settings_of_run(run_dir: Path) -> RunSettings:
-    """Read a run's settings for evaluation. A folder names no code: a user's simulator is left out."""
+    """Read a run's settings for evaluation, without a user's simulator: a folder must not name code."""
     config = load_file(run_dir / "config.json")
     if registry.names_code(config.world):
         return RunSettings(config=config)
@@ -212,5 +212,5 @@ def settings_of_run(run_dir: Path) -> RunSettings:
 
 
 def without_code(settings: tuple[str, ...]) -> tuple[str, ...]:
-    """Leave out settings that name a module: a folder names no code."""
+    """Leave out settings that name a module: a folder must not name code."""
     return tuple(text for text in settings if not registry.names_module(text))

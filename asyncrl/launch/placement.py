@@ -79,7 +79,7 @@ def _items(text: str) -> list[_Item]:
 
 
 def _sizes(items: list[_Item]) -> tuple[int, ...]:
-    """Return the ranks of each host: every rank has a role, so the highest one named is the last."""
+    """Return each host's number of ranks: every rank has a role, so the highest one named is the last."""
     stops: dict[int, int] = {}
     for _, named, host in items:
         if host is not None:
@@ -149,7 +149,7 @@ def _by_word(word: str, ranks: int) -> Placement:
 
 
 def check_on_hosts(config: TrainConfig, hosts: Hosts, gpus: Mapping[int, int]) -> tuple[Placement, Hosts]:
-    """Check the placement on these hosts and their GPUs; returns it, and the hosts with broadcasts set."""
+    """Check the placement on these hosts and GPUs; return it, and the hosts with `broadcasts` filled in."""
     check_sizes(config.placement, hosts)
     placement = checked_placement(config, hosts.size)
     check_learner_devices(placement, hosts, gpus)

@@ -105,7 +105,7 @@ def sample_format(policy: Policy) -> dict[str, tuple[str, tuple[Any, ...]]]:
 
 
 def inputs_of(policy: Policy, spec: SimulatorSpec) -> tuple[int, bool]:
-    """Return the number of cameras that a policy sees, and if it sees the state; by default all."""
+    """Return the number of cameras that a policy sees, and True if it sees the state (default: all)."""
     if hasattr(policy, "pictures"):
         return min(policy.pictures, len(spec.cameras)), policy.proprio_numbers > 0
     return len(spec.cameras), spec.state_dim > 0
@@ -180,7 +180,7 @@ def refuse_idle(config: TrainConfig) -> None:
 class TrainingStarts:
     """An endless stream of starts: element n depends on the seed and n only. A `StartStream` of actors.
 
-    The tasks of a simulator with numbered tasks come once each, in random order, then again in another.
+    Numbered tasks come once each in random order, then once each in another order, and so on.
     """
 
     def __init__(self, spec: SimulatorSpec, seed: int, kind: str) -> None:
@@ -203,7 +203,7 @@ class TrainingStarts:
         return stored_start(self.spec, task, int(drawn.integers(self.spec.trials)))
 
     def left(self, quarantined: Collection[str]) -> int:
-        """Return that starts never run out."""
+        """Return ENDLESS: starts never run out."""
         return ENDLESS
 
 

@@ -50,7 +50,7 @@ def starts_asyncrl(command: Sequence[str]) -> bool:
 
 
 def _change_agent() -> None:
-    """Patch torchrun's agent: no restart after wrong settings, a line for its last wait, `patient`."""
+    """Patch torchrun's agent: no restart after wrong settings, a line at its last wait, `patient` close."""
     import torch
     from torch.distributed.elastic.multiprocessing.api import PContext
 

@@ -95,7 +95,7 @@ def group_relative_advantages(
     all returns of the batch, TRL's ``scale_rewards="batch"`` (`batch_std` ``[]`` over all ranks).
 
     Siblings are adjacent in ``[B]`` float32 arrays; the result is exactly 0 in a group of equal returns, by
-    `returns_differ` and `sizes`, the sums of absolute rewards (None: of one reward each).
+    `returns_differ` and `sizes`, the sums of absolute rewards (None: one reward each).
     """
     if returns.ndim != 1 or group_size < 2 or returns.shape[0] % group_size:
         raise ValueError(

@@ -149,7 +149,7 @@ def staleness_metrics(
 ) -> None:
     """Compare the policy before the update with the one that sampled; once per decision and update.
 
-    `with_advantage` ``[D]`` bool: in some recipes decisions without an advantage are not evaluated.
+    `with_advantage`: ``[D]`` bool; some recipes do not evaluate decisions without an advantage.
     """
     own = correction_level(settings, level)
     valid = mask & with_advantage[:, None, None]

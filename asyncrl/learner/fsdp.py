@@ -195,7 +195,7 @@ def mesh_of_ranks(device: torch.device, copies: int = 1) -> DeviceMesh:
 
 
 def _copied(network: nn.Module, inputs: Any, output: Any) -> Any:
-    """Copied, because a write into a view would drop FSDP's own hook."""
+    """Return a copy, because a write into a view would drop FSDP's own hook."""
     return output.clone() if isinstance(output, Tensor) else output
 
 

@@ -153,7 +153,7 @@ class Objective(Protocol):
     def loss(self, logprob: Tensor, proximal: Tensor, mask: Tensor, advantages: Tensor) -> UnitLoss:
         """Compute the loss of each unit ``[D, U, V]``.
 
-        Log-probs are ``[D, C, A]``, 0 where masked, the first with gradient; advantages ``[D, 1 or C, 1]``.
+        Log-probs are ``[D, C, A]``, 0 where masked, `logprob` with gradient; advantages ``[D, 1 or C, 1]``.
         """
         ...
 

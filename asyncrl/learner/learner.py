@@ -339,7 +339,7 @@ class Learner:
             )
 
     def _try_to_save(self) -> None:
-        """A failed save must not hide the failure that is raised next."""
+        """Save; a failure to save must not hide the failure that is raised next."""
         try:
             self._save()
             self.checkpoints.finish()

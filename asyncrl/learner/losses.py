@@ -59,7 +59,7 @@ def sum_per_episode(values_D: Tensor, episode: Tensor) -> Tensor:
 def reduce_to_level(
     values_DCA: Tensor, mask_DCA: Tensor, level: CorrectionLevel, episode: Tensor, *, mean: bool = False
 ) -> Tensor:
-    """Sum as `summed`; ``episode`` sums whole episodes, by `episode` ``[D]`` int64 indices: ``[D, 1, 1]``."""
+    """Sum as `summed`; level ``episode`` sums whole episodes (indices `episode` ``[D]``): ``[D, 1, 1]``."""
     if level != "episode":
         return summed(values_DCA, mask_DCA, level, mean=mean)
     total = sum_per_episode(torch.where(mask_DCA, values_DCA, 0.0).flatten(1).sum(dim=1), episode)

@@ -100,7 +100,7 @@ class ClippedOptimizer:
             self.optimizer.step()
 
     def end_update(self) -> dict[Metric, float]:
-        """Wait for the steps since `set_version`; returns norms, rates and the count of skipping updates."""
+        """Wait for the steps since `set_version`; return norms, rates and the count of bad updates."""
         groups = self._learning_groups
         norms = torch.stack(self._steps).cpu() if self._steps else torch.zeros(0, len(groups))
         finite = torch.isfinite(norms).all(dim=1)

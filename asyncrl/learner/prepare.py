@@ -161,7 +161,7 @@ def split_minibatches(
 ) -> list[Tensor]:
     """Deal episodes to minibatches whose sizes differ by at most one: ``[E]`` int64 indices of each.
 
-    Each rank continues where the one before stopped (`before`), so this holds over all ranks: an empty
+    Each rank continues after `before` episodes of lower ranks, so this holds over all ranks: an empty
     minibatch would still move the weights by the optimizer's momentum. A single minibatch keeps the order.
     """
     if minibatches == 1:

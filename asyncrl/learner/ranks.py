@@ -108,7 +108,7 @@ class DistributedRanks(LearnerRanks):
         return batch and batch.part(self.rank, self.size)
 
     def gather_states(self, state: ShardState) -> list[ShardState]:
-        """Return when the last rank has its shard, or gave it up."""
+        """Gather over the link, once the last rank has its shard or gave it up."""
         states = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         with (
             explain_lost_peer(f"the parts of {self.size} learner ranks, at rank {self.rank}"),
@@ -157,7 +157,7 @@ class DistributedRanks(LearnerRanks):
         return result
 
     def _announce(self, batch: dict[str, Any] | None) -> None:
-        """None: the run ends. Empty: rank 0 waits for a batch."""
+        """Broadcast a batch; None: the run ends; empty: rank 0 waits for a batch."""
         text = _to_bytes(batch)
         dist.broadcast(torch.tensor([len(text)]), 0, group=self._link)
         dist.broadcast(text, 0, group=self._link)

@@ -166,7 +166,7 @@ class Throughput:
         return metrics
 
     def _count_flops(self, batch: Batch) -> None:
-        """On shards a forward pass is collective: all ranks count, or none."""
+        """Count a pass's FLOPs; a sharded one is collective, so all ranks count, or none."""
         own = torch.tensor([self.own_peak, float(self.own_peak > 0)], dtype=torch.float64)
         peak, known = self.ranks.sum(own).tolist()
         self._flops = 0.0

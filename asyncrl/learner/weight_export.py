@@ -104,7 +104,7 @@ class GatheredWeights:
 
 
 def _buckets(tensors: Mapping[str, DTensor], types: Mapping[str, torch.dtype]) -> Iterator[list[str]]:
-    """One dtype per bucket, in the same order on every rank."""
+    """Yield the names in each bucket: of one dtype, in the same order on every rank."""
     names: list[str] = []
     filled = 0
     for name in sorted(tensors, key=lambda n: (str(types[n]), n)):
@@ -119,7 +119,7 @@ def _buckets(tensors: Mapping[str, DTensor], types: Mapping[str, torch.dtype]) -
 
 
 class _Bucket:
-    """Tensors that travel together. Rank r has the r-th rows; with several copies, rank 0's row sends."""
+    """Tensors that travel together. Rank r has the r-th rows; of several copies, the first one sends."""
 
     def __init__(
         self, names: list[str], tensors: Mapping[str, DTensor], types: Mapping[str, torch.dtype]
@@ -169,7 +169,7 @@ class _Bucket:
         return torch.empty(sum(self._sizes[rank]), dtype=self._dtype, device=self._device)
 
     def _travel(self, direction: Any, messages: Mapping[int, Tensor]) -> list[Any]:
-        """Both sides omit empty messages."""
+        """Start sending or receiving messages; both sides omit empty ones."""
         operations = [
             dist.P2POp(
                 direction, packing.as_bytes(message), dist.get_global_rank(self._group, peer), self._group

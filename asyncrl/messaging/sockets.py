@@ -57,7 +57,7 @@ def ipc_endpoint(folder: Path, name: str = "replay") -> str:
 def check_endpoint(
     endpoint: str, security: Security | None = None, *, any_port: bool = False, keys_follow: bool = False
 ) -> str:
-    """Return an endpoint that is safe with its keys (`keys_follow`: future ones); `any_port`: 0 is free."""
+    """Return an endpoint if it is safe with its keys (`keys_follow`: later ones); `any_port` allows 0."""
     kind, _, rest = endpoint.partition("://")
     if kind == "ipc" and rest.startswith("/"):
         _check_ipc(endpoint, Path(rest))
@@ -280,7 +280,7 @@ class Handshakes:
 class ConnectionGuard:
     """Limits the connections of a listening socket, so that the process can still open files.
 
-    Beyond the limit the oldest silent one is ended, else the newest, and counted as `wire/disconnected`.
+    Beyond the limit, the oldest silent one (else the newest) is ended and counted as `wire/disconnected`.
     """
 
     def __init__(self, listening: zmq.Socket[bytes], *, connections: int | None = None) -> None:

@@ -42,7 +42,7 @@ LONGEST_COMMAND: Final = 4000  # characters of a start command that are kept
 
 
 def flat(table: Mapping[str, Any], section: str = "") -> dict[str, object]:
-    """Name nested settings by their flags, lists as one text."""
+    """Return nested settings by flag, each list as one text."""
     found = dict[str, object]()
     for key, value in table.items():
         name = section + key.replace("_", "-")
@@ -95,7 +95,7 @@ class _EventFile:
 
 
 class Curves:
-    """Curves of one TensorBoard file, by tensorboardX, which hands its records to a `BackgroundFile`."""
+    """Curves of one TensorBoard file: tensorboardX passes its records to a `BackgroundFile`."""
 
     _SCHEME: Final = "asyncrl"
 

@@ -236,7 +236,7 @@ _SILENT: Final = ("replay", "tracker-")  # roles that are not shown
 
 
 def show_status(text: str) -> None:
-    """Draw a line, shorter than its width, below all others on a terminal; an empty one removes it."""
+    """Draw a line, shorter than the terminal, below all others; an empty one removes it."""
     global _status
     stream = sys.stdout
     if isinstance(stream, ConsoleStream) and stream.isatty():

@@ -79,7 +79,7 @@ class Trackers(contextlib.AbstractContextManager["Trackers"]):
         command: str = "",
         close_seconds: float = CLOSE_SECONDS,
     ) -> None:
-        """Start a process for each tracker but `ALWAYS`; it gets the rows after those in metrics.jsonl."""
+        """Start a process for each tracker but `ALWAYS`; it gets rows added to metrics.jsonl from now on."""
         self._seconds, self._all, rows = close_seconds, list[_Tracker](), run_dir / "metrics.jsonl"
         sent = rows.stat().st_size if rows.exists() else 0  # By earlier starts of the run.
         for name in dict.fromkeys(name for name in names if name != ALWAYS):

@@ -32,7 +32,7 @@ def compile_blocks(policy: Policy, *, dynamic: bool | None = None) -> None:
 
 
 def compile(policy: Any, rows: int, tasks: Sequence[str]) -> Callable[[], None] | None:
-    """Compile acting in place; returns a function to call after weights moved, if it is a CUDA graph."""
+    """Compile acting in place; if it is a CUDA graph, return a function to call after weights moved."""
     policy.tokenizer.fix_shape(tasks)
     compile_blocks(policy, dynamic=False)
     choose: Choose = policy.choose

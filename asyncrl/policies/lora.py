@@ -44,7 +44,7 @@ def add_lora(
 ) -> None:
     """Put adapters into the policy, in place; only they and the value head are trainable afterwards.
 
-    B is zero, so the policy acts as before. The output is scaled by ``alpha / rank``; alpha 0 = rank.
+    B is zero, so the policy acts as before. The output is scaled by ``alpha / rank``; alpha 0: rank.
     """
     adapt(policy, set(policy.lora_layers(targets)), rank, alpha, dtype=dtype)
     for name, parameter in policy.named_parameters():
@@ -166,7 +166,7 @@ def adapter_tensors(policy: nn.Module) -> dict[str, Tensor]:
 
 
 def merge_adapter(files: TensorFiles, rows: Sequence[TensorMapping], folder: Path) -> int:
-    """Make the source's weights read as ``W + alpha / r * B A``: in float32, rounded once to W's dtype."""
+    """Let `files` read weights as ``W + alpha / r * B A`` (float32, then W's dtype); return their count."""
     pairs = read_pairs(folder)
     if not all(f"{layer}.weight" in files.names() for layer in pairs):
         pairs = _published_pairs(folder, pairs, rows)

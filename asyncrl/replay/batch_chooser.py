@@ -60,7 +60,7 @@ class BatchChooser:
         return any(not future.done() for future in self._groups.values())
 
     def forget(self, *, but: Sequence[int] = ()) -> None:
-        """Forget all groups read except `but`: a check at a later version may not hold now."""
+        """Forget all groups read except `but`, whose checks at a later version may not hold now."""
         for number in self._groups.keys() - set(but):
             self._groups.pop(number).cancel()
 
@@ -93,7 +93,7 @@ class BatchChooser:
         return None
 
     def _is_sound(self, number: int) -> bool | None:
-        """Check again whether the learner can use a ready group, else close it; None: it is being read."""
+        """Return True if the learner can use a ready group, else close it; None: it is being read."""
         group = self.load(number)
         if group is None:
             return None

@@ -149,7 +149,7 @@ class ZmqActorPort:
         self._outbox.send_due()
 
     def _ask(self, groups: int) -> None:
-        """Requests are repeated only for more groups, or if no answer came."""
+        """Request groups; repeat the request only for more groups, or if no answer came."""
         groups = min(groups, self._window - self._outbox.groups)
         until = self._next_grant + groups
         if groups < 1 or not self._link.due(self._asked, PING_EVERY if until <= self._asked_until else 0.0):

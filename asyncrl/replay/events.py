@@ -186,7 +186,7 @@ def read_line(line: bytes, previous: bytes = b"") -> Entry:
 
 
 def _checksum_of(line: bytes) -> bytes:
-    """The 8 digits of a line's own checksum, right or wrong."""
+    """Return the 8 digits of a line's own checksum, correct or not."""
     found = _CHECKSUM.fullmatch(line, max(0, len(line) - _LENGTH))
     return START if found is None else found[1]
 
@@ -216,7 +216,7 @@ class Ledger:
         self.keep_spare()
 
     def _find_end(self) -> int:
-        """The digits of the last whole line are covered by the next line's checksum."""
+        """Return the end of the last whole line; keep its digits for the next line's checksum."""
         end, self._last = 0, START
         with reading(self.path) as file:
             for line in file:

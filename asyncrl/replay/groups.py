@@ -40,7 +40,7 @@ REFUSED: Final[dict[RefusalCause, Metric]] = {
 class GroupTable:
     """The groups of a run, changed by events, the learner's version and files.
 
-    Numbers are granted in ascending order: one below `next_number`, neither open nor ready, is closed.
+    Numbers are granted in ascending order: a group below `next_number` is open, ready or closed.
     """
 
     def __init__(self, *, resume_window: int) -> None:

@@ -1,6 +1,6 @@
 """Reach a replay in the same thread by plain calls: the ports of `--inline` and of tests.
 
-Learner, actor and replay take turns, so a run repeats itself.
+Learner, actor and replay take turns, so runs are repeatable.
 """
 
 from __future__ import annotations

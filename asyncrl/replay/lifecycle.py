@@ -102,7 +102,7 @@ class GroupLifecycle:
         self.finish(wait=False)
 
     def finish(self, *, wait: bool = True) -> None:
-        """Enter the groups that the thread wrote; with `wait`, all of them."""
+        """Record the groups that the thread has written; with `wait`, wait for all."""
         while self.unwritten and (wait or next(iter(self.unwritten.values())).done()):
             number = next(iter(self.unwritten))
             try:
@@ -207,7 +207,7 @@ class AtOnce(Executor):
     """Runs everything in the thread that submits it."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Return the result as a pool of threads would."""
+        """Run `fn` and return its result as a future."""
         future = Future[T]()
         try:
             future.set_result(fn(*args, **kwargs))

@@ -159,7 +159,7 @@ class Peers:
         return True
 
     def _admit(self, peer: bytes, message: Message) -> bool:
-        """Of two actors with one name the newer stays: a respawned actor keeps the name."""
+        """Admit a peer; of two actors with one name the newer stays: a respawned actor keeps its name."""
         name, session, limiter = message["name"], message["session"], self.replay.state.limiter
         actor = limiter.actors.get(name, ActorRecord())
         if session in self._replaced:

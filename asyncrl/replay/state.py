@@ -46,7 +46,7 @@ class ReplayState:
     def apply(self, event: Event) -> None:
         """Change the state by an event of the ledger.
 
-        A stored group's episodes count once it is ready (not an event); in recovery, at its first event.
+        A stored group's episodes are counted when it gets ready (no event); in recovery, at its first event.
         """
         limiter, counters, size = self.limiter, self.counters, self.group_size
         match event:

@@ -29,7 +29,7 @@ _LEVELS: Final = 256
 
 
 def number_statistics(values: NDArray[Any]) -> dict[str, Any]:
-    """Return ``[D]`` lists by name of ``[T]`` or ``[T, D]`` numbers, and the number of samples."""
+    """Return statistics of ``[T]`` or ``[T, D]`` numbers: ``[D]`` lists by name, and the sample count."""
     values = values.reshape(len(values), -1).astype(np.float64)
     found = {"min": values.min(0), "max": values.max(0), "mean": values.mean(0), "std": values.std(0)}
     found |= {name: np.quantile(values, share, axis=0) for name, share in QUANTILES.items()}
@@ -42,7 +42,7 @@ def level_counts(pictures: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 
 def picture_statistics(counts: NDArray[np.int64], pictures: int) -> dict[str, Any]:
-    """Return ``[3, 1, 1]`` lists by name of levels in [0, 1], and the number of pictures."""
+    """Return statistics of levels in [0, 1]: ``[3, 1, 1]`` lists by name, and the number of pictures."""
     found, levels = dict[str, Any](), np.arange(_LEVELS) / 255
     for weights in counts:
         seen, mean = levels[weights > 0], float(np.average(levels, weights=weights))
@@ -70,7 +70,7 @@ def pictures_of(samples: Samples) -> Arrays:
 
 
 def feature_of(name: str, column: NDArray[Any]) -> dict[str, Any]:
-    """Describe a column that is a table, ``[T]`` or ``[T, D]``."""
+    """Describe a column of numbers, ``[T]`` or ``[T, D]``."""
     size = column.shape[1] if column.ndim == 2 else 1
     names = {
         "action": _ACTION if size == len(_ACTION) else [f"action_{i}" for i in range(size)],
@@ -80,7 +80,7 @@ def feature_of(name: str, column: NDArray[Any]) -> dict[str, Any]:
 
 
 def video_of(pictures: NDArray[np.uint8], fps: float) -> dict[str, Any]:
-    """Describe a column that is a movie; an odd height or width loses a row or column in it."""
+    """Describe a column that is a movie; it lacks the last row or column of an odd height or width."""
     height, width = (side // 2 * 2 for side in pictures.shape[1:3])
     about = {
         "video.height": height,
@@ -250,7 +250,7 @@ class _DataSet:
             self._writers.append(self.movies.enter_context(writer))
 
     def _count(self, columns: Arrays, pictures: Arrays) -> dict[str, Any]:
-        """Keep an episode's numbers; returns its own statistics, as columns of meta/episodes."""
+        """Keep an episode's numbers for the total; return its own statistics, as columns of meta/episodes."""
         own: dict[str, dict[str, Any]] = {}
         for name, images in pictures.items():
             counts = level_counts(images)

@@ -222,7 +222,7 @@ class Comparison:
 
     @property
     def frame_gap(self) -> int:
-        """Return the largest difference of two frames, in grey levels: of all frames that are stored."""
+        """Return the largest difference between a stored frame and the imagined one, in grey levels."""
         steps = self.scores.shape[1]
         stored = np.concatenate([self.episode.frames[1:], self.episode.final_frame[None]])
         gap = _largest(stored, self.video[steps - 1 :: steps])
@@ -230,12 +230,12 @@ class Comparison:
 
     @property
     def score_gap(self) -> float:
-        """Return the largest difference of two scores."""
+        """Return the largest difference between a stored score and the imagined one."""
         return float(np.abs(self.episode.success_scores - self.scores).max())
 
     @property
     def logprob_gap(self) -> float:
-        """Return the largest difference of two log-probs, in nats; NaN when none can be compared."""
+        """Return the largest difference between stored and computed log-probs, in nats; NaN without any."""
         gaps = np.abs(self.episode.logprobs - self.logprobs)
         return float(np.nanmax(gaps)) if np.isfinite(gaps).any() else float("nan")
 

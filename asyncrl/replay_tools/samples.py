@@ -29,7 +29,7 @@ STEPS_PER_SECOND: Final = 20  # A step is 0.05 s of the environment's time
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """One episode at a steady rate, up to its end."""
+    """One episode, a sample per step or decision."""
 
     images: NDArray[np.uint8]  # ``[T, H, W, 3]`` what was seen before each action
     actions: NDArray[np.float32]  # ``[T, A]`` at the rate of decisions: only the first action of each
@@ -45,7 +45,7 @@ class Samples:
 
 
 def camera_name(number: int) -> str:
-    """Name a further camera by its number from 0, because a replay stores no names."""
+    """Name an extra camera by number (from 0): replays store no camera names."""
     return f"camera_{number + 1}"
 
 

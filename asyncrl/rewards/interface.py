@@ -53,11 +53,11 @@ def deciding_step(
     """Return the decision and step that get the reward and end the episode for learning; None without one.
 
     RLinf pays the score of the frame that ends the decision, so a success that relapses within it returns 0.
-    Here ``frames=1`` rewards it; ``"last"`` does not, nor ends it.
+    Here ``frames=1`` rewards it; ``"last"`` neither rewards it nor ends the episode.
 
     Args:
         scores_NC: ``[N, C]`` float32 probabilities of success.
-        threshold: From which a frame scores.
+        threshold: Least probability at which a frame scores.
         frames: k: at the first step that ends k scoring frames in a row, across decisions too. "last": at the
             last step of the first decision whose last frame scores.
 

@@ -64,7 +64,7 @@ class RewardConfig(Typed):
 
     @classmethod
     def tiny(cls, tasks: Sequence[str], image_size: int = 64) -> RewardConfig:
-        """Return the embedded size."""
+        """Return the shipped size."""
         widths = (12, 24, 48, 96)
         return cls(widths=widths, tasks=tuple(tasks), embed_dim=16, hidden_dim=48, image_size=image_size)
 

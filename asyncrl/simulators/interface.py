@@ -131,7 +131,7 @@ def hand_pose(
 
 
 def skew_part(rotation: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Compute axis times sine of the angle ``[3]`` of a matrix ``[3, 3]``: its vector, for small angles."""
+    """Compute axis times sine ``[3]`` of a rotation matrix ``[3, 3]``: for small angles, its vector."""
     r = rotation
     return 0.5 * np.array([r[2, 1] - r[1, 2], r[0, 2] - r[2, 0], r[1, 0] - r[0, 1]])
 
@@ -173,7 +173,7 @@ class Simulator(Protocol):
         ...
 
     def step(self, places: Sequence[int], actions: NDArray[np.float32], *, draw: bool) -> Stepped:
-        """Carry out one action in each of n different places whose episodes are not over; in lockstep all.
+        """Carry out one action in each of n different places with running episodes; in lockstep, in all.
 
         Args:
             actions: ``[n, A]`` float32, finite.

@@ -182,7 +182,7 @@ def _stacked(kinds: Mapping[str, Any], rows: Sequence[tuple[Any, ...]]) -> dict[
 
 
 def plain_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a dataclass that was written as JSON."""
+    """Turn the lists of a dataclass read from JSON into tuples."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 

@@ -44,7 +44,7 @@ class Play:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Unique among the plays of a list."""
+        """Key that is unique among the plays of a list."""
         return self.start.name, self.repeat
 
 
@@ -253,7 +253,7 @@ def evaluation_seeds(seed: int, episodes: int) -> list[int]:
 def evaluation_plays(
     spec: SimulatorSpec, *, episodes: int = 0, seed: int = 0, tasks: Sequence[str], trials: int, repeats: int
 ) -> list[Play]:
-    """List every episode of an evaluation once: of stored starts trial by trial, else by seed."""
+    """List every episode of an evaluation once: stored starts trial by trial, or random starts."""
     of_seeds, of_stored = "--episodes and --seed", "--tasks and --trials"
     if (episodes or seed) if spec.trials else (tasks or trials):
         wrong, right = (of_seeds, of_stored) if spec.trials else (of_stored, of_seeds)

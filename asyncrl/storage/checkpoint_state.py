@@ -65,7 +65,7 @@ _UNREADABLE: Final = (
 
 
 def copy_state(parameters: Parameters, optimizer: Optimizer, rank: int) -> dict[str, Tensor]:
-    """Copy this rank's shard of weights and optimizer to host memory; rank 0 keeps what is not sharded."""
+    """Copy this rank's shard of weights and optimizer to host memory; rank 0 adds unsharded tensors."""
     state: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in parameters.items()}
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():

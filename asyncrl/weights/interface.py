@@ -84,7 +84,7 @@ class Receiver(ABC):
     def swap_into(self, tensors: Named) -> int:
         """Copy the newest complete version into the tensors in the current stream's order; return its number.
 
-        -1 before the first. A function (`Named`) takes milliseconds: it is called for a newer version only.
+        -1 before the first. `tensors` may be a slow function: it is called for a newer version only.
         """
 
     def wait_newer(self, version: int, wait: float) -> None:  # noqa: B027  Nothing comes within a process.
@@ -97,12 +97,12 @@ class Receiver(ABC):
 class Link:
     """Connection of one epoch between the learner (rank 0) and its members; every call may block.
 
-    Its optional `moved` counts the pieces carried so far: a slow network is no dead peer. With an optional
-    `may_block` of False it is used on the calling thread, without a deadline.
+    Its optional `moved` counts the pieces carried so far; while it rises, the peer is not dead. With an
+    optional `may_block` of False it is used on the calling thread, without a deadline.
     """
 
     def send(self, buffer_index: int) -> None:
-        """Send a buffer set, 0 or 1, to all members; nothing if they copy it from the learner's buffers."""
+        """Send a buffer set, 0 or 1, to all members; do nothing if they copy the learner's buffers."""
 
     def receive(self, buffer_index: int, into: Buffers) -> None:
         """Receive a buffer set, 0 or 1, into ``[E]`` buffers of the learner's sizes."""

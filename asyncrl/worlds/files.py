@@ -172,7 +172,7 @@ class WorldFolder:
         return torch.bfloat16 if self.published or self.settings.precision == "bf16" else torch.float32
 
     def defaults(self) -> WorldDefaults:
-        """Return the settings of episodes for a run that sets none; published: those of RLinf."""
+        """Return the default settings of episodes: for a published world, RLinf's."""
         if not self.published:
             return WorldDefaults(source="the world's folder", steps=self.schedule_steps)
         return WorldDefaults(
@@ -333,7 +333,7 @@ class FolderWorld(ABC):
 
 
 def refuse(problems: Mapping[str, bool]) -> None:
-    """Raise ConfigError for the first non-empty problem, a text that follows ``--imagination.``."""
+    """Raise ConfigError for the first problem that is True: a text that follows ``--imagination.``."""
     for problem in (problem for problem, there in problems.items() if there):
         raise ConfigError(f"--imagination.{problem}")
 
@@ -370,7 +370,7 @@ def write_about(folder: Path, kind: str, **facts: Any) -> None:
 
 
 def transformer_files(folder: Path, own: Sequence[str], named: Sequence[str] = ()) -> TensorFiles | None:
-    """Open a transformer's files: the index's, one of `named`, else all with names that begin as in `own`."""
+    """Open a transformer's files: the index's, else one of `named`, else all with tensors as in `own`."""
     if (folder / INDEX).is_file():
         return TensorFiles(folder)
     files = [folder / name for name in named if (folder / name).is_file()][:1]

@@ -5,7 +5,7 @@ what the encoder returns, times the scale: published training took a random samp
 start state depend on more than its frame.
 
 Dimension letters: N pictures or places, H, W pixels, Z latent channels, h, w latent height and width; in
-attention H heads, F frames that see, K frames that are seen, E channels of a head.
+attention H heads, F frames that attend, K frames attended to, E channels of a head.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FrameVaeConfig(Typed):
 
     @classmethod
     def small(cls) -> FrameVaeConfig:
-        """Return a size of 2.4 million parameters with equal latents: decoding costs 3 times as much."""
+        """Return a size of 2.4 million parameters, with `tiny`'s latents; decoding costs 3 times as much."""
         return cls(widths=(32, 64, 96, 96), layers_per_block=1, groups=8, scale=1.0)
 
     @classmethod
@@ -61,7 +61,7 @@ class FrameVaeConfig(Typed):
         return cls(widths=(128, 256, 512, 512), layers_per_block=2)
 
     def options(self) -> dict[str, Any]:
-        """Return the size as diffusers' AutoencoderKL takes it."""
+        """Return the arguments of diffusers' AutoencoderKL."""
         return {
             "down_block_types": ("DownEncoderBlock2D",) * len(self.widths),
             "up_block_types": ("UpDecoderBlock2D",) * len(self.widths),
@@ -107,7 +107,7 @@ class FrameVae(nn.Module):
             self._encode_compiled = torch.compile(self._encode, fullgraph=True, dynamic=False)
 
     def encode(self, frames_N3HW: Tensor, *, compiled: bool = False) -> Tensor:
-        """Encode ``[N, 3, H, W]`` in [-1, 1] to scaled ``[N, Z, h, w]`` float32; `compiled`: few sizes."""
+        """Encode ``[N, 3, H, W]`` in [-1, 1] to scaled ``[N, Z, h, w]`` float32; `compiled` suits few N."""
         return self._in_pieces(self._encode_compiled if compiled else self._encode, frames_N3HW)
 
     def decode(self, latents_NZhw: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ def attend_few(
 def attend_by_products(
     query_NHFE: Tensor, key_NHKE: Tensor, value_NHKE: Tensor, visible_FK: Tensor | None = None
 ) -> Tensor:
-    """Compute the same by two batched products; the softmax is in float32 at least."""
+    """Compute `attend_few` by two batched products; the softmax is in float32 at least."""
     exact = torch.promote_types(query_NHFE.dtype, torch.float32)
     scores_NHFK = (query_NHFE @ key_NHKE.transpose(2, 3)).to(exact) * query_NHFE.shape[-1] ** -0.5
     if visible_FK is not None:

@@ -164,9 +164,9 @@ def run_trunk(
     causal: bool,
     cache: transformers.Cache | None = None,
 ) -> Tensor:
-    """Run the layers and the final norm over further positions: ``[B, Q, D]`` final hidden states.
+    """Return the final hidden states ``[B, Q, D]`` of further positions.
 
-    The model's own `forward` reads the mask, which waits, and makes masks that prevent fast attention.
+    The model's own `forward` waits to read the mask, and makes masks that prevent fast attention.
 
     `mask_BS`: ``[B, S]`` integer or bool over all positions so far; 0 = padding, not counted by rotary
     positions. None: no padding.

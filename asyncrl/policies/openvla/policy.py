@@ -84,7 +84,7 @@ class OpenVLAOFTPolicy(Policy):
 
     @classmethod
     def from_folder(cls, opened: PolicyFolder, device: str | torch.device, dtype: Dtype = "config") -> Self:
-        """Read the weights tensor by tensor; in evaluation mode, everything trainable."""
+        """Read the weights tensor by tensor; the policy is in evaluation mode, all of it trainable."""
         with torch.device("meta"):
             policy = cls(opened.config, opened.tokenizer)
         wanted = policy.config.torch_dtype if dtype == "config" else dtype
@@ -238,7 +238,7 @@ class OpenVLAOFTPolicy(Policy):
         return embeddings_BSD, mask, prompt.shape[1] - 1
 
     def readout(self, inputs: PolicyInputs, tokens_BK: Tensor | None = None) -> Tensor:
-        """Compute final hidden states ``[B, K, D]`` of action tokens; only autoregression reads bins."""
+        """Compute action tokens' final hidden states ``[B, K, D]``; OFT ignores `tokens_BK`."""
         embeddings_BSD, mask_BS, last_prompt = self.embed(inputs, tokens_BK)
         hidden_BSD = run_trunk(self.llm, embeddings_BSD, mask_BS, causal=self.causal)
         return hidden_BSD[:, last_prompt : last_prompt + self.slots]
@@ -269,7 +269,7 @@ class OpenVLAOFTPolicy(Policy):
 
     @torch.no_grad()
     def act(self, inputs: PolicyInputs, sampling: SamplingParams, seeds: Sequence[int]) -> ActResult:
-        """Decide; every row samples from its own stream."""
+        """Sample a decision per row, each by its own seed."""
         assert len(seeds) == len(inputs.pixels), f"{len(seeds)} seeds for {len(inputs.pixels)} rows"
         uniforms_BK = action_tokens.uniforms_for(sampling, seeds, self.slots, self.device)
         chosen = self.choose(inputs, sampling, uniforms_BK)
@@ -296,7 +296,7 @@ class OpenVLAOFTPolicy(Policy):
         )
 
     def forward(self, *args: Any, **settings: Any) -> EvaluateResult:
-        """Evaluate: sharding hooks onto `forward`."""
+        """Call `evaluate`: sharding hooks into `forward`."""
         return self.evaluate(*args, **settings)
 
     def decode(self, tokens: Tensor) -> Tensor:
@@ -365,7 +365,7 @@ def load_policy(
     dtype: Dtype = "config",
     options: PublishedOptions | None = None,
 ) -> OpenVLAOFTPolicy:
-    """Read a policy folder with the class that its decoding selects; in evaluation mode, all trainable."""
+    """Read a policy folder as the class that its decoding selects, in evaluation mode, all trainable."""
     opened = open_folder(Path(folder), options)
     kind = OpenVLAPolicy if opened.config.causal else OpenVLAOFTPolicy
     return kind.from_folder(opened, device, dtype)

@@ -108,7 +108,7 @@ class PromptTokenizer:
         return cls(tokenizer, pad_id=pad_id)
 
     def fix_shape(self, tasks: Iterable[str]) -> None:
-        """Pad every batch from now on to the longest prompt of `tasks`; mask all if any is shorter."""
+        """Pad all later batches to the longest prompt of `tasks`; mask each if prompts differ in length."""
         lengths = {len(self.ids(task)) for task in tasks}
         self.shortest, self.always_masked = max(lengths), len(lengths) > 1
 

@@ -60,7 +60,7 @@ class Shape:
         return points, corners[whole]
 
     def open_share(self) -> float:
-        """Return the share of edges with a face on one side only: 0 of a closed surface."""
+        """Return the share of edges with a face on one side only: 0 for a closed surface."""
         _, corners = self.welded()
         edges = np.sort(np.concatenate([corners[:, edge] for edge in _EDGES]), axis=1)
         _, sides = np.unique(edges, axis=0, return_counts=True)

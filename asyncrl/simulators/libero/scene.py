@@ -34,7 +34,7 @@ _MAX_GEOMS: Final = 1000  # Most shapes that the official environment draws.
 
 
 def drawing_device() -> str:
-    """Return the number of the EGL device for drawing: the first that CUDA may use; empty: EGL's first."""
+    """Return the number of the first EGL device that CUDA may use, for drawing; empty: EGL's first."""
     if require_backend() != "egl" or os.environ.get("MUJOCO_EGL_DEVICE_ID"):
         return ""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
@@ -124,7 +124,7 @@ class Scene:
         return hand_pose(position, quaternion, float(np.abs(fingers).sum()) / OPEN)
 
     def note(self) -> None:
-        """Keep the cameras' view; the official environment observes it shortly before a step ends."""
+        """Keep the cameras' view; the official environment observes shortly before a step ends."""
         self._renderer.note(self.sim.model._model, self.sim.data._data)
 
     def draw(self) -> NDArray[np.uint8]:
@@ -138,7 +138,7 @@ class Scene:
         return self.sim.data.get_site_xpos(name).copy()
 
     def hand(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the grip ``[3]`` (m) and the hand's axes as columns ``[3, 3]``: fingers y, outwards z."""
+        """Return grip point ``[3]`` (m) and hand axes as columns ``[3, 3]``: fingers along y, outwards z."""
         robot, data = self._env.robots[0], self.sim.data
         axes = data.body_xmat[self.sim.model.body_name2id(robot.robot_model.eef_name)]
         return data.site_xpos[robot.eef_site_id].copy(), axes.reshape(3, 3).copy()

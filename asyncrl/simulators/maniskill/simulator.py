@@ -153,7 +153,7 @@ class ManiSkillPlace:
         return np.stack(pictures), self.state()
 
     def state(self) -> NDArray[np.float32]:
-        """Return ``[Q]``: of each arm position 3, axis-angle 3 and fingers 2; else all joints."""
+        """Return ``[Q]``: each arm's position (3), axis-angle (3) and fingers (2), or all joints."""
         parts = []
         for arm in getattr(self.env.agent, "agents", [self.env.agent]):
             joints = arm.robot.get_qpos()[0].cpu().numpy()

@@ -266,9 +266,8 @@ def action_tokens(resampler: Resampler, motions_BF14: Tensor) -> Tensor:
 def condition_channels(history_BPZhw: Tensor, maps_BCZhw: Tensor, rays_6hw: Tensor) -> Tensor:
     """Join the channels next to the noisy latents: ``[B, 2 Z + 7, F, h, w]`` float32.
 
-    They are condition image, mask, trajectory map and rays. The condition image of a remembered frame is that
-    frame, with a mask of 1; of a new frame the last remembered one, with a mask of 0. Maps of remembered
-    frames are zero.
+    They are condition image, mask, trajectory map and rays. A remembered frame's condition image is itself
+    (mask 1); a new frame's is the last remembered frame (mask 0). Maps of remembered frames are zero.
     """
     batch, known, _, height, width = history_BPZhw.shape
     new = maps_BCZhw.shape[1]

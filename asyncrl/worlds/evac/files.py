@@ -103,7 +103,7 @@ _SQUARE: Final = re.compile(r"\.mid\.attn_1\.(q|k|v|proj_out)\.weight$")
 
 
 def grouped(part: str, state: Mapping[str, Tensor], levels: int) -> dict[str, list[tuple[str, Tensor]]]:
-    """Group tensors by the published tensor that holds them: queries, keys, values, or one alone."""
+    """Group tensors by the published tensor that holds them: one each, or queries, keys and values."""
     groups: dict[str, list[tuple[str, Tensor]]] = {}
     for own, tensor in state.items():
         name = world_files.renamed(own, _NAMES.get(part, ()))
@@ -326,7 +326,7 @@ def _tower_names(shapes: Mapping[str, torch.Size]) -> dict[str, str]:
 
 
 def _pose_names(shapes: Mapping[str, torch.Size]) -> dict[str, str]:
-    """Find the layers by their shapes, because their names vary."""
+    """Map the file's names to published ones by the layers' shapes, because the names vary."""
     weights = {name: s for name, s in shapes.items() if name.endswith("weight") and len(s) == 2}
     hidden = [out for out, inputs in weights.values() if inputs == ACTION_DIM + POSE_DIM][:1]
     sizes = [(n, m) for h in hidden for n, m in ((h, ACTION_DIM + POSE_DIM), (h, h), (POSE_DIM, h))]

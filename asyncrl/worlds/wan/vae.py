@@ -201,7 +201,7 @@ def _middle_block(block: Any, x: Tensor, step: _Step) -> Tensor:
 
 
 def _upsample(sampler: Any, x: Tensor, step: _Step) -> Tensor:
-    """Double height and width, and the frames where the level does; the first frame of all stays alone."""
+    """Double height and width, and the frames if the level does; a video's first frame stays single."""
     if sampler.mode == "upsample3d":
         if step.first:
             step.stored.append(step.cached_frames(x))
@@ -224,7 +224,7 @@ def _repeat_shortcut(shortcut: Any, x: Tensor, step: _Step) -> Tensor:
 
 
 def decode_layers(decoder: Any, x: Tensor, cache: Sequence[Tensor] | None) -> tuple[Tensor, FrameCache]:
-    """Run the decoder over the next latents; T is 1 at the beginning, without a cache: then 4 T frames."""
+    """Run the decoder over the next T latents, giving 4 T frames; without a cache, over one, giving one."""
     step = _Step(cache)
     x = _middle_block(decoder.mid_block, _causal(decoder.conv_in, x, step), step)
     for block in decoder.up_blocks:
@@ -238,7 +238,7 @@ def decode_layers(decoder: Any, x: Tensor, cache: Sequence[Tensor] | None) -> tu
 
 
 def _downsample(sampler: Any, x: Tensor, step: _Step) -> Tensor:
-    """Halve height and width, and the frames where the level does; the first frame of all stays alone."""
+    """Halve height and width, and the frames if the level does; a video's first frame stays single."""
     conv = sampler.resample[1]
     images = functional.pad(x.transpose(1, 2).flatten(0, 1), (0, 1, 0, 1))
     images = functional.conv2d(images, conv.weight, conv.bias, stride=2)
@@ -254,7 +254,7 @@ def _downsample(sampler: Any, x: Tensor, step: _Step) -> Tensor:
 
 
 def _average_shortcut(shortcut: Any, x: Tensor) -> Tensor:
-    """Fold frames and pixels into channels and average groups of those; an odd frame follows a black one."""
+    """Fold frames and pixels into channels, average groups of these; a black frame precedes an odd one."""
     t, s = shortcut.factor_t, shortcut.factor_s
     x = functional.pad(x, (0, 0, 0, 0, -x.shape[2] % t, 0))
     x = x.unflatten(4, (-1, s)).unflatten(3, (-1, s)).unflatten(2, (-1, t))

@@ -206,7 +206,7 @@ def denoise(
 
 @lru_cache(maxsize=8)
 def _constants(device: torch.device, numbers: int) -> tuple[Tensor, Tensor]:
-    """Return the dummy action ``[A]`` and which latents are new ``[4]``; cached: a copy would wait."""
+    """Return the dummy action ``[A]`` and 1 for new latents ``[4]``; cached, as a copy would wait."""
     with torch.inference_mode(False):
         dummy = torch.tensor(dummy_action(numbers), device=device)
         return dummy, torch.tensor([0.0, 0.0, 1.0, 1.0], device=device)
