@@ -16,7 +16,7 @@ CEILINGS = {
     "devices": (410, 3),
     "doctor": (1238, 7),
     "evaluation": (929, 5),
-    "fitting": (4156, 15),
+    "fitting": (4155, 15),
     "launch": (4496, 19),
     "learner": (3259, 16),
     "messaging": (1042, 6),

@@ -347,7 +347,7 @@ def load_fitted(folder: Path, device: torch.device, dtype: torch.dtype | None = 
     if not folder.is_dir():
         raise CheckpointError(
             f"There is no folder {folder.absolute()} with a world. Give one that `asyncrl fit world` "
-            "wrote, a published one, or the name of a shipped world."
+            "wrote, or a published one; names of shipped worlds are for --refine and --autoencoder."
         )
     return fit_class(world_kind(folder)).load(folder, device, dtype)
 
