@@ -32,7 +32,7 @@ _NO_FRAME: Final = np.zeros((0, 0, 3), np.uint8)
 Decision = dict[str, NDArray[Any]]
 """One decision: the arrays of an `Episode` by name, without the axis of decisions.
 
-`video` is ``[C, H, W, 3]``; `values` is left out without a critic, `rewards` may be.
+`video` is ``[C, H, W, 3]``; `values` is absent without a critic, `rewards` may be absent.
 """
 TimedWork = tuple[Metric, DeviceEvent, DeviceEvent]  # Metric, and the events between which a device worked
 

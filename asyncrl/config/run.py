@@ -148,7 +148,7 @@ SUFFIXES: Final = (".toml", ".json")
 PARTS: Final = ("policy", "world", "reward")
 """Settings that may be a table: ``[world] name = "my.worlds:Mine@DIR"`` and ``[world.settings]``."""
 _OFF: Final = (False, 0, -1, "", "none", "auto", "stored", [], None)
-"""Values of a setting that no longer exists whose loss changes nothing."""
+"""Values of removed settings that can be ignored without effect."""
 _NO_FILE: Final = re.compile(r"--|[\w.-]+=")
 
 

@@ -242,7 +242,7 @@ ROWS: Final = {
     "missed": ("missed, of true successes", "missed"),
     "wrong_on_true_frames": ("reward model wrong on the true frames", "reward wrong"),
 }
-"""Rates of `Audit`: titles in a table of one and of several versions."""
+"""Rate of `Audit` -> its titles in a table of one version and of several."""
 
 
 def table(head: str, audited: Mapping[str, Sequence[AuditedEpisode]]) -> str:

@@ -29,7 +29,7 @@ from asyncrl.storage.untrusted import check_types, load_json, open_regular, shor
 INFO: Final = "meta/info.json"
 """codebase_version, fps, and features: key -> dtype, shape, names. Instructions are in meta/tasks.parquet."""
 PLACES: Final = "chunk-*/file-*.parquet"
-"""Below meta/episodes: of each episode its length, and the files with its rows and frames."""
+"""Files below meta/episodes: each episode's length, and the files with its rows and frames."""
 DATA: Final = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO: Final = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 """Several episodes in a file, one row or frame per sample. Pictures outside movies are in the rows."""

@@ -37,8 +37,8 @@ DECISIONS: Final = 3  # most per slot in a check
 SEEDS: Final = (11, 22)
 SAMPLING: Final = SamplingParams(temperature=1.0)
 LEVELS: Final = 1
-"""Grey levels by which frames may differ among other rows; of weights shorter than float32, whose rounding
-shows in single pixels, in the mean."""
+"""Most grey levels by which other rows may change a frame; with weights shorter than float32, whose rounding
+shows in single pixels, on average."""
 ROUNDED_FRAMES: Final = 0.5
 """Frames by which the first action may seem to act later than the last, where short weights round."""
 LOGPROB_TOLERANCE: Final = 0.05  # Nats between `evaluate` and `act` at equal weights: bfloat16 rounds
@@ -217,7 +217,7 @@ def _not_finite(trial: Trial) -> None:
 
 _ALL = (_seeds, _neighbours, _siblings, _actions, _put_back, _parked, _not_finite)
 CHECKS: Final = MappingProxyType({check.__name__[1:].replace("_", " "): check for check in _ALL})
-"""Each checks one property of a world: raises `ConfigError` if it lacks it."""
+"""Checks of one property each: `ConfigError` if the world lacks it."""
 
 
 def try_environment(world: World[Any], reward: RewardModel, starts: Sequence[StartState]) -> None:

@@ -39,7 +39,7 @@ REACH_DEADLINE: Final = 5.0
 _START: Final = "start"  # Key of the newest start's name: torchrun's store keeps what earlier ones published
 _SIOCGIFADDR: Final = 0x8915
 Checks = Callable[[Hosts, "list[HostFacts]"], Hosts]
-"""Raises ConfigError if the run cannot use these hosts, adds endpoints; called on rank 0."""
+"""Raises ConfigError if the run cannot use these hosts, else adds endpoints; called on rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,7 +67,7 @@ class UnitLoss(NamedTuple):
     clipped: Tensor
     """bool, True where the clip removed the gradient (cispo: where it cut the weight)."""
     dual_clipped: Tensor
-    """bool, True where the dual clip did."""
+    """bool, True where the dual clip removed the gradient."""
     clipped_ratio: Tensor
     """Current / proximal probability after clipping, detached."""
 

@@ -19,7 +19,7 @@ from asyncrl.storage.run_owner import RunIdentity
 
 NAME_RESERVED: Final = 5.0  # Seconds after an actor's last sign of life until another may have its name
 MOST_NEWCOMERS: Final = 64
-"""Actors admitted within the heartbeat's timeout that brought no episode, beyond which the next one waits."""
+"""Most actors without an episode that are admitted within the heartbeat's timeout; further ones wait."""
 _LOG = logging.getLogger(__name__)
 _LOGGED: Final = 100  # Refused messages that are written to the log; all are counted
 

@@ -36,10 +36,10 @@ class Samples:
     chunks: NDArray[np.float32]  # ``[T, C * A]`` all of each decision, by step; empty at the rate of steps
     rewards: NDArray[np.float32]  # ``[T]`` at the rate of decisions: the sum over the steps of each
     states: NDArray[np.float32]
-    """``[T, Q]`` of the robot, seen with the image; ``[T, 0]``: not known. A replay has them per decision: at
-    the rate of steps only if a decision is one step."""
+    """``[T, Q]`` of the robot, seen with the image; ``[T, 0]``: unknown, as at the rate of steps unless a
+    decision is one step: a replay has one state per decision."""
     more_images: NDArray[np.uint8]
-    """``[T, V, H, W, 3]`` of the other cameras; ``V`` is 0 where `states` would not be known either."""
+    """``[T, V, H, W, 3]`` of the other cameras; ``V`` is 0 wherever `states` are unknown."""
     dones: NDArray[np.bool_]  # ``[T]`` True at the last sample only
     successes: NDArray[np.bool_]  # ``[T]`` True at the last sample of an episode that ended in success
 

@@ -43,7 +43,7 @@ STOPPED_SECONDS: Final = 2.0  # A member halted for so long is left behind; a pr
 MOST_LETTERS: Final = 100  # Longest name of an actor
 LEFT_BEHIND: Final = "was left behind: it did not answer"
 MOST_COPIES: Final = 4
-"""Host copies kept at most. Beyond it the oldest goes, and its readers begin again with the newest."""
+"""Host copies kept at most. Beyond that the oldest is freed, and its readers begin again with the newest."""
 _TAKEN: Final = ("newest", "bytes", "answer", "leave")
 _CHECK_SECONDS: Final = 0.02
 _AT_ONCE: Final = 64

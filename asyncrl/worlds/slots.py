@@ -21,7 +21,7 @@ from asyncrl.records import ActionSpec, StartState
 from asyncrl.worlds.interface import State
 
 AT_ONCE: Final = 2
-"""Start states opened at a time: fixed, so no bit depends on other slots; not 1: kernels add otherwise."""
+"""Start states opened at a time: fixed, so no bit depends on other slots. With 1 kernels round otherwise."""
 USUAL: Final = ActionSpec()
 
 

@@ -61,7 +61,7 @@ def test_one_file_of_any_name_is_a_recording_too_which_is_read_as_it_is(tmp_path
 
 
 def test_the_page_names_every_array_that_a_recording_must_have(tmp_path, write_recording) -> None:
-    path, needed = tmp_path / "monday.h5", PAGE.read_text().split("These need not be there")[0]
+    path, needed = tmp_path / "monday.h5", PAGE.read_text().split("These are optional")[0]
     write_recording(path, [own_episode(0)])
     with h5py.File(path) as file:
         names = set(file)

@@ -36,8 +36,8 @@ class Grasp:
     """Directions in which the fingers close, in the world (0: x, 90: y), from axis to rim: the next one
     after a miss."""
     inside: str = ""
-    """Region around the object with room on one side only; empty: none. Angles whose rim is nearer to its
-    middle come first, by `_ROOM` at least."""
+    """Region around the object with room on one side only; empty: none. Angles whose rim is nearer to the
+    region's middle, by at least `_ROOM`, come first."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ class ManiSkillTask:
     _: KW_ONLY
     control: str = "pd_ee_delta_pose"  # Name of ManiSkill's controller.
     robot: Literal["gripper", "stick", "hand"] = "gripper"
-    """`gripper`: arms whose last number opens it; `stick`: an arm with a stick; `hand`: moved by joints."""
+    """`gripper`: arms whose last number opens a gripper; `stick`: an arm with a stick; `hand`: joints."""
     camera: str = "base_camera"
     wrist: str = ""  # Camera on the hand; empty: none.
     grasped: str = ""  # Key of info, true while the object is held; empty: none, no shaped reward.
