@@ -144,7 +144,7 @@ _OF_THE_HOST: Final = {
 
 
 def leftover(error: Exception) -> tuple[str, int] | None:
-    """Return message and exit code of a library's error due to input or the host; None for a bug."""
+    """Return message and exit code for a library's error that input or host caused; None for a bug."""
     what = first_line(error)
     how = f"Set {TRACEBACK}=1 to see where."
     if isinstance(error, OSError) and error.errno in _OF_THE_HOST:

@@ -31,7 +31,7 @@ class ReplayError(AsyncRLError):
 
 
 class DiskFull(ReplayError):
-    """There is no space for a group, of which nothing was written; the replay waits for it."""
+    """There is no space for a group, so nothing was written; the replay waits for space."""
 
 
 class OutOfFiles(ReplayError):

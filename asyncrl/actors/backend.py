@@ -114,7 +114,7 @@ class Slots:
         among: range,
         is_cheapest: Callable[[int, EpisodeStart], bool] = lambda index, start: True,
     ) -> list[int]:
-        """Fill free slots with pending episodes that `policy_version` may play; return these slots."""
+        """Fill free slots with pending episodes that `policy_version` may sample; return these slots."""
         filled, free = [], [index for index in among if self.episodes[index] is None]
         while free and self.pending and self.pending[0].grant.min_version <= policy_version:
             pending = self.pending.popleft()

@@ -94,7 +94,7 @@ class SimulatorBackend(Backend[Any]):
         return self.pool.loaded_task(index) == getattr(start, "task_id", -1)
 
     def begin(self, slots: Slots, stage: Stage[Any], indices: list[int]) -> list[Failure]:
-        """Request the resets of new episodes; a slot still stepping a removed one is reset afterwards."""
+        """Request resets for new episodes; a slot that still steps a removed episode is reset afterwards."""
         self.release(slots, stage)
         for index in indices:
             if not self._slots[index].awaits_answer:

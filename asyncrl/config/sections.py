@@ -161,7 +161,7 @@ class EvaluationSettings(Bounded, section="evaluation."):
 
 @dataclass(frozen=True, kw_only=True)
 class GuardSettings(Bounded, section="guard."):
-    """Rule for imagined successes, as some are false."""
+    """Rule against imagined successes that are false."""
 
     kind: Literal["none", "lasting"] = "none"
     """none: reward 1 at the first frame that reaches --actor.success-threshold. lasting: only if the last

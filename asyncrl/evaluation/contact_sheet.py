@@ -45,7 +45,7 @@ def imagine_again(world: World[State], episodes: Sequence[SimulatedEpisode]) -> 
 
 
 def _imagine_together(world: World[State], episodes: Sequence[SimulatedEpisode]) -> list[NDArray[np.uint8]]:
-    """Imagine whole decisions until the longest episode has ended; the last actions are repeated."""
+    """Imagine whole decisions until the longest episode has ended; others repeat their last action."""
     chunk, longest = world.action_spec.chunk, max(len(episode.actions) for episode in episodes)
     decisions = -(-(longest - 1) // chunk)
     steps = np.arange(1 + decisions * chunk)

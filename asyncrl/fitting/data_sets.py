@@ -138,7 +138,7 @@ class DataSet(ABC):
             )
 
     def count_frames(self, samples: Sequence[int]) -> int:
-        """Count the frames that episodes of these sample counts become."""
+        """Count the frames that result from episodes with these numbers of samples."""
         return sum(-(-count // self.settings.stride) + 1 for count in samples)
 
     def episode(

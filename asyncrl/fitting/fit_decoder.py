@@ -137,7 +137,7 @@ class Likeness:
 
 
 def fit_decoder(decoder: nn.Module, imagined: ImaginedVideos, schedule: Schedule) -> float:
-    """Train `decoder` (float32, on its device) on whole episodes: its memory must learn what to keep."""
+    """Train `decoder` (float32, on its device) on whole episodes, so that it learns to use its memory."""
     device = next(decoder.parameters()).device
     generator = torch.Generator().manual_seed(schedule.seed)
     some = imagined.frames[:: max(1, len(imagined) // 64)]

@@ -119,7 +119,7 @@ def write_statistics(folder: Path, policy: OpenVLAOFTPolicy, recordings: Recordi
 
 
 def examples(recordings: Recordings) -> np.ndarray:
-    """Return the rows ``[N]`` int64 of the frames that a whole recorded decision follows."""
+    """Return the rows ``[N]`` int64 of the frames with a whole recorded decision after them."""
     spans = map(recordings.span, range(len(recordings)))
     rows = [np.arange(s.start, s.stop - CHUNK) for s in spans if s.stop - s.start > CHUNK]
     if not rows:

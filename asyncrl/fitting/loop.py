@@ -178,7 +178,7 @@ def prepared(function: Callable[..., Any], device: torch.device, *, compiled: bo
 class Rounded(nn.Module):
     """Computes a network in bfloat16, norms and sums of layers included; gradients reach the float32 weights.
 
-    Automatic mixed precision casts at every norm: most of the time of a network of many narrow layers.
+    Automatic mixed precision casts at every norm, which takes most of the time of many narrow layers.
     """
 
     def __init__(self, network: nn.Module) -> None:

@@ -210,7 +210,7 @@ class Recordings(EpisodeArrays):
 
 
 def episodes_per_part(nbytes: int) -> int:
-    """Count the episodes with `nbytes` of pictures each that share a file: at most 32 and 256 MiB."""
+    """Count the episodes with `nbytes` of pictures each that share a file: at most 32, at most 256 MiB."""
     return max(1, min(32, 256 * 2**20 // max(1, nbytes)))
 
 

@@ -295,7 +295,7 @@ class LiberoFile(RobomimicFile):
 
 
 def open_libero(paths: Sequence[Path], simulator: str, cameras: Sequence[str]) -> list[LiberoFile]:
-    """Open a suite's demonstrations; suite '': the one with all these tasks, else the folder's name."""
+    """Open a suite's demonstrations; `simulator` '': the suite with all these tasks, else the folder's."""
     files = [LiberoFile(path, cameras) for path in paths]
     suite, seed = _suite_of(files, simulator), 0
     for file in files:

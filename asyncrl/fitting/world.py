@@ -135,7 +135,7 @@ class FittedWorld(ABC):
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> Self:
-        """Load a folder with weights of `dtype`; None: the kind's default, float32 for folders of ours."""
+        """Load a world's folder in `dtype`; None: the kind's default, float32 for our own folders."""
         world = world_class(folder)
         return cls(world.from_files(world.files(folder), device, dtype=dtype))
 
@@ -326,7 +326,7 @@ def pieces(count: int, side: int, device: torch.device, name: str) -> Iterator[s
 def window_rows(
     offsets: NDArray[np.int64], given: Callable[[NDArray[np.int64]], NDArray[np.int64]]
 ) -> NDArray[np.int64]:
-    """Return windows ``[W, P + C]`` of rows, one for every frame that a whole decision follows.
+    """Return windows ``[W, P + C]`` of rows, one for each frame with a whole decision after it.
 
     `given` maps counts of frames seen ``[n]``, at least 1, to the remembered frames ``[n, P]``.
     """

@@ -127,7 +127,7 @@ class FirstHost:
             self._thread.start()
 
     def run_is_over(self) -> bool:
-        """Return whether rank 0 has ended the run, or is gone. Called often."""
+        """Return True if rank 0 has ended the run or is gone. Called often."""
         if self._near:  # Not the folder itself, which the host may clean away.
             with suppress(OSError, ValueError):
                 named = read_small(Path(self._info.run_dir) / endpoints.SOCKETS)

@@ -1,6 +1,6 @@
 """Let torchrun wait for the ranks that a signal ends in order, and end without its traceback.
 
-By itself it gives the ranks 30 s, less than a policy of full size takes to save, and prints a traceback below
+torchrun gives the ranks 30 s, less than a policy of full size takes to save, and prints a traceback below
 their last lines. torchrun loads the entry points of ``torchrun.handlers`` from every installed package; this
 one offers no rendezvous, but changes timeout and output if torchrun starts asyncrl's own script.
 """

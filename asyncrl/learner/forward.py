@@ -29,7 +29,7 @@ PADDING_ROW: Final = torch.zeros(1, dtype=torch.int64)
 
 
 def longest_first(lengths: Tensor) -> Tensor:
-    """Return indices ``[M]`` int64 by falling prompt length, stable: little padding in a pass."""
+    """Return indices ``[M]`` int64 by falling prompt length (stable), for little padding in a pass."""
     return torch.argsort(lengths, descending=True, stable=True)
 
 

@@ -135,7 +135,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         self._thread.start()
 
     def note(self, step: int, values: Readings) -> None:
-        """Receive a row."""
+        """Store a row for later requests."""
         self._last = (step, self._clock(), dict(values))
 
     def close(self) -> None:

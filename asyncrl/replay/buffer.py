@@ -143,7 +143,7 @@ class Replay:
         self.lifecycle.drop(failure.number, "dropped_poisoned", failure=replace(failure, left=left))
 
     def _starts_left(self, failure: GroupFailure) -> int:
-        """Start states left, by the actor's count if the run's is unknown; -1: unknown name."""
+        """Count the start states left, by the actor's report if the run's are unknown; -1: unknown name."""
         found = self.state.limiter.episode_format
         if found.simulator is not None:
             return ENDLESS if is_start_of(found.simulator.name, failure.start_state) else -1

@@ -1,4 +1,4 @@
-"""One socket to the replay that keeps itself introduced, and the episodes without a receipt.
+"""One socket to the replay that reintroduces itself as needed, and the episodes without a receipt.
 
 It sends `hello` and pings once a second. A restarted replay answers that it does not know the peer; then the
 connection introduces itself again, and its owner repeats everything unanswered to the new process.
@@ -47,7 +47,7 @@ NOT_SENT: Final = Sent("", -float("inf"))
 
 
 class Connection:
-    """One DEALER socket that keeps itself introduced."""
+    """One DEALER socket that introduces itself again after a restart of the replay."""
 
     def __init__(
         self,

@@ -145,11 +145,11 @@ class Limiter(GroupTable):
         )
 
     def owns(self, number: int, actor: str | None) -> bool:
-        """True if an open group was granted to an actor; None: its name is unknown."""
+        """True if a group is open and was granted to `actor` (None: to any)."""
         return number in self.open and actor in (None, self.open[number].actor)
 
     def admit(self, episode: Episode, actor: str | None = None) -> Receipt:
-        """Decide about an episode of a sender (None: unknown); `held`: it was added to its group."""
+        """Decide about a sender's episode (None: unknown sender); `held`: added to its group."""
         number = number_of(episode.group_id)
 
         def receipt(status: ReceiptStatus, reason: str = "", cause: RefusalCause | None = None) -> Receipt:

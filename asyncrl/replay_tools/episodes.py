@@ -63,7 +63,7 @@ class GroupOutcomes:
     """Groups that wait to be used again, because a resume lost the update that had used them."""
 
     def of(self, number: int) -> Outcome:
-        """Return the outcome of a group; `unused`: it waits, or the ledger does not know it."""
+        """Return the outcome of a group, `unused` if it waits or is not in the ledger."""
         return _OUTCOMES.get(type(self.closed.get(number)), "unused")
 
     def used_at(self, number: int) -> int | None:

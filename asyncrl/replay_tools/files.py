@@ -50,7 +50,7 @@ class Verify(ReplayCommand):
 
 
 def check_files(folder: Path) -> tuple[list[str], dict[int, GroupFile]]:
-    """Read every file completely; return what is wrong, and the sound files by group number."""
+    """Read every file completely; return the problems, and the sound files by group number."""
     problems, group_files, seen = list[str](), dict[int, GroupFile](), dict[str, str]()
     for path in watched(sorted(folder.glob(PATTERN)), "verifying groups"):
         try:

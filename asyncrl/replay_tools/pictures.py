@@ -241,7 +241,7 @@ class Comparison:
 
     @property
     def same_end(self) -> bool:
-        """True if it would have ended at the same step for the same reason."""
+        """True if both episodes end at the same step for the same reason."""
         solved = deciding_step(self.scores, self.threshold, self.success_frames)
         steps = self.scores.size if solved is None else solved[0] * self.scores.shape[1] + solved[1] + 1
         return (solved is not None, steps) == (self.episode.success, self.episode.steps)

@@ -63,7 +63,7 @@ class SlotAnswer:
 
 
 class _InProcess:
-    """Replaces a worker process: carries requests out when answers are requested."""
+    """Replaces a worker process: carries out requests when their answers are asked for."""
 
     def __init__(self, simulator: Simulator) -> None:
         self.spec = simulator.spec

@@ -353,7 +353,7 @@ class HostVersions:
         return self.by_number.get(newest)
 
     def clear(self) -> None:
-        """Free all copies but that of the version being sent: it is made once for all pullers."""
+        """Free all copies but that of the version being sent, which serves all pullers."""
         sending = self._buffers.sending
         self.by_number = {n: copy for n, copy in self.by_number.items() if n == sending}
         if (made := self._next) is not None and made.done():

@@ -370,7 +370,7 @@ def write_about(folder: Path, kind: str, **facts: Any) -> None:
 
 
 def transformer_files(folder: Path, own: Sequence[str], named: Sequence[str] = ()) -> TensorFiles | None:
-    """Open a transformer's files: the index's, else one of `named`, else all with tensors as in `own`."""
+    """Open a transformer's files: the index's, else one of `named`, else all with `own...` tensors."""
     if (folder / INDEX).is_file():
         return TensorFiles(folder)
     files = [folder / name for name in named if (folder / name).is_file()][:1]

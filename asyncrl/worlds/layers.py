@@ -57,7 +57,7 @@ class FrameVaeConfig(Typed):
 
     @classmethod
     def published(cls) -> FrameVaeConfig:
-        """Return the size of OpenSora's published one (SDXL's): 248 tensors, 83,653,863 parameters."""
+        """Return the published size, OpenSora's (and SDXL's): 248 tensors, 83,653,863 parameters."""
         return cls(widths=(128, 256, 512, 512), layers_per_block=2)
 
     def options(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class FrameVae(nn.Module):
             self._encode_compiled = torch.compile(self._encode, fullgraph=True, dynamic=False)
 
     def encode(self, frames_N3HW: Tensor, *, compiled: bool = False) -> Tensor:
-        """Encode ``[N, 3, H, W]`` in [-1, 1] to scaled ``[N, Z, h, w]`` float32; `compiled` suits few N."""
+        """Encode ``[N, 3, H, W]`` in [-1, 1] to scaled ``[N, Z, h, w]`` float32; `compiled`: for few N."""
         return self._in_pieces(self._encode_compiled if compiled else self._encode, frames_N3HW)
 
     def decode(self, latents_NZhw: Tensor) -> Tensor:

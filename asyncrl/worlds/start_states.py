@@ -78,7 +78,7 @@ def _check_alike(path: Path, states: Sequence[StartState]) -> None:
 
 
 def load_start_states(path: Path, *, keyframes: bool = True, image_size: int = 0) -> list[StartState]:
-    """Read start states of a file or folder, ours or RLinf's; `keyframes`: ``_kir`` trajectories too."""
+    """Read start states of a file or folder, ours or RLinf's; `keyframes` includes ``_kir`` trajectories."""
     if path.is_dir():
         files, trajectories = files_in(path, *_SUFFIXES), files_in(path, ".npy")
         if files and trajectories:
@@ -166,7 +166,7 @@ def check_beginnings(
     action_dim: int = ACTION_DIM,
     needs_pose: bool = False,
 ) -> None:
-    """Check that a world can begin with start states; `context` 0: it takes no context frames."""
+    """Check that a world that takes `context` frames of context, or none, can begin with start states."""
     for state in states:
         for frame in (state.frame, *state.context_frames):
             if frame.shape != (image_size, image_size, 3):

@@ -107,7 +107,7 @@ class OpenVLAOFTPolicy(Policy):
         dtype: Dtype = "config",
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
-        """Write a policy folder; `tensors`: all weights by stable name, whole; None: the policy's own."""
+        """Write a policy folder; `tensors`: all whole weights by stable name (None: the policy's own)."""
         kept = self.config.torch_dtype if dtype == "config" else dtype
         own = {stable_name(name): p for name, p in self.named_parameters() if not is_adapter(name)}
         specs = {name: Spec(kept, tuple(p.shape)) for name, p in (tensors or own).items()}

@@ -1,7 +1,7 @@
 """LIBERO's suites as simulators: official starts, pictures, states, instructions and horizons.
 
-One object plays one episode. A reset takes a fraction of a second; of another task, seconds: its scene is
-built.
+One object plays one episode. A reset takes a fraction of a second, or seconds to build the scene of another
+task.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class ImageEncoder(nn.Module):
         self.set_constants("cpu")
 
     def set_constants(self, device: torch.device | str) -> None:
-        """Make the buffers that no file has, which a module built on the meta device lacks."""
+        """Make the buffers that are in no file; call it again after building on the meta device."""
         both = (torch.tensor(values, device=device).view(3, 1, 1) for values in (_MEAN, _STD))
         self.mean, self.std = (nn.Buffer(constant, persistent=False) for constant in both)
         places = torch.arange(self.size.tokens, device=device).unsqueeze(0)
@@ -249,7 +249,7 @@ class EvacNetworks(nn.Module):
 
 
 class Geometry(nn.Module):
-    """Conditions without weights: motions of the hand, and maps."""
+    """Conditions that need no weights: motions of the hand, and maps."""
 
     def __init__(self, config: EvacConfig) -> None:
         super().__init__()

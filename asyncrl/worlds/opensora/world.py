@@ -119,7 +119,7 @@ class OpenSoraWorld(FolderWorld):
         return open_each_once(states, self._open)
 
     def _open(self, states: Sequence[StartState]) -> OpenSoraState:
-        """Encode the context of each slot; without one its first frame, which then is seen four times."""
+        """Encode each slot's context, or without one its first frame, repeated four times."""
         numbers = self.action_spec.dim
         check_beginnings(states, image_size=self.image_size, context=CONDITION, action_dim=numbers)
         clips = [s.context_frames if len(s.context_frames) else s.frame[None] for s in states]
