@@ -102,7 +102,7 @@ def split(text: str) -> tuple[str, str]:
 
 
 def resolve(kind: str, name: str) -> Any:
-    """Return the class 'package.module:Class' or of a short name; raise ConfigError if it is unusable."""
+    """Return the class of a short name or of 'package.module:Class'; raise ConfigError if it is unusable."""
     check_name(kind, name)
     where = BUILT_IN[kind].get(name, name)
     if not names_code(where):

@@ -96,7 +96,7 @@ def episode_row(episode: SimulatedEpisode) -> dict[str, object]:
 
 
 def acting(policy: Policy, sampling: SamplingParams, rows: int, name: str = "policy") -> Act:
-    """Turn a policy into a rollout's function; a RunError names it `name` if its outputs are not finite."""
+    """Turn a policy into an `Act` of rollouts; a RunError calls it `name` if its outputs are not finite."""
     # Passes are filled up to `rows`: a row's last digits depend on their number, and must not on timing.
     import torch
 

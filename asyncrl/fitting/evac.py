@@ -293,7 +293,7 @@ def pose_loss(model: PoseModel, actions_BC7: Tensor, poses_BC8: Tensor, first_B8
 
 
 def fit_poses(model: PoseModel, recordings: Recordings, schedule: Schedule) -> float:
-    """Train the model of poses in float32, with the seed of `schedule`, and its steps if below `POSE_FIT`."""
+    """Train the pose model in float32 by `POSE_FIT`, with `schedule`'s seed and at most its steps."""
     device = next(model.parameters()).device
     rows_W = to_device(fits.window_rows(recordings.offsets, lambda seen: seen[:, None] - 1), device)
     actions, poses = (to_device(part, device) for part in (recordings.actions, recordings.poses))

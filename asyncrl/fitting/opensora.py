@@ -47,7 +47,7 @@ class OpenSoraFit(FrameByFrameFit):
         return cls(OpenSoraWorld(STDiT3(transformer), FrameVae(vae), ends, image_size=side))
 
     def fit_network(self, recordings: Recordings, schedule: Schedule, options: WorldOptions) -> float:
-        """Train the transformer, all but the rates of its positions."""
+        """Train the transformer, except the frequencies of its rotary positions."""
         self.autoencoder.requires_grad_(False)
         network = self.world.transformer.requires_grad_(True)
         network.rope.freqs.requires_grad_(False)

@@ -99,7 +99,7 @@ def spread(
 
     Args:
         precision: bf16: passes in bfloat16, gradients summed in float32, weights kept in float32.
-        reshard_after: When ranks free gathered weights inside `summed_gradient`; adapters stay in any case.
+        reshard_after: When ranks free gathered weights inside `summed_gradient`; adapters stay gathered.
     """
     make_float32_masters(network, precision)
     if not dist.is_initialized():

@@ -9,7 +9,7 @@ from asyncrl.observability.metrics import LAG_RANGES, define
 LAG_MEAN = define("""replay/lag_mean, mean, versions: Learner's version minus the decision's, mean. Below
     --replay.max-lag. Always near it: the actors wait (`time/actors_waiting`), so a lower bound costs
     little.""")
-LAG_MAX = define("""replay/lag_max, max, versions: The same, largest in the batch. Never above
+LAG_MAX = define("""replay/lag_max, max, versions: Largest lag in the batch. Never above
     --replay.max-lag.""")
 LAG_HISTOGRAM = [
     define(f"""replay/lag_{lags.name}, mean, share: Decisions of the batch with a lag of {lags.text}. None is
@@ -139,7 +139,7 @@ ACTOR_POLICY, ACTOR_WORLD, ACTOR_REWARD = (
     define(f"""time/actor_{name}, mean, share: Actors' time in which their device computed the
         {model}. {advice}""")
     for name, model, advice in (
-        ("policy", "policy", "With world and reward near 1: the GPU is always busy."),
+        ("policy", "policy", "Together with world and reward near 1: the GPU is always busy."),
         (
             "world",
             "world model",

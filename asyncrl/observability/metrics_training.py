@@ -90,7 +90,7 @@ MISMATCH_KL_AT_LAG, RATIO_AT_LAG, CLIPPED_AT_LAG = (
             "importance_ratio",
             "1",
             "Mean ratio of a unit's probability to that with which it was sampled, with a lag of",
-            "Near 1: its expectation is 1. Far away: a few samples decide.",
+            "Near 1: its expectation is 1. Far away: a few samples dominate.",
         ),
         (
             "clipped",
@@ -107,7 +107,7 @@ IMPORTANCE_CAPPED = define("""train/actor/importance_capped, mean, share: Valid 
 ESS = define("""train/actor/effective_sample_size, mean, share: (sum r)^2 / (n sum r^2) of the untruncated
     ratios learner's / behaviour, at the correction's level. Near 1. Far below: lower --replay.max-lag, or use
     a finer --correction.level. The best sign of harmful staleness.""")
-IMPORTANCE_ESS = define("""train/actor/importance_ess, mean, share: The same of the importance weights in use.
+IMPORTANCE_ESS = define("""train/actor/importance_ess, mean, share: Effective sample size of the weights used.
     With tis usually above `train/actor/effective_sample_size`; mis and decoupled drop units. Far below 1:
     lower --replay.max-lag.""")
 DUAL_CLIPPED = define("""train/actor/dual_clip_fraction, mean, share: Valid units whose gradient the dual clip
@@ -120,7 +120,7 @@ KL_REFERENCE = define("""train/actor/kl_reference, mean, nats: KL(current || ref
     true success: raise --algorithm.kl-coef.""")
 VALUE_LOSS = define("""train/critic/value_loss, mean, 1: Value loss. Falls, then follows the spread of the
     returns. Growing: lower --critic.learning-rate.""")
-VALUE_CLIP_RATIO = define("""train/critic/value_clip_ratio, mean, share: Values the clip cut. 0 without
+VALUE_CLIP_RATIO = define("""train/critic/value_clip_ratio, mean, share: Values that the clip cut. 0 without
     --critic.value-clip. Large: the clip slows the critic; raise or drop it. RLinf's is always 0.""")
 EXPLAINED_VARIANCE = define("""train/critic/explained_variance, mean, share: 1 - Var(return - value) /
     Var(return). Rises from about 0 towards 1. Below 0: change --critic.warmup-updates or

@@ -90,7 +90,7 @@ def family(host: str) -> socket.AddressFamily:
 
 
 def stalled(activity: process_status.ThreadActivity) -> bool:
-    """Return True if an activity has less than GRACE seconds left: a wait is past its deadline then."""
+    """Return True if an activity has less than GRACE seconds left (a wait: none until its deadline)."""
     return 0 < activity.allowed - min(GRACE, activity.allowed / 2) < activity.seconds
 
 

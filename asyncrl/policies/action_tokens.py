@@ -141,8 +141,8 @@ def action_distribution(
 ) -> Tensor:
     """Compute the log-probs ``[B, K, N]`` float32 that are sampled from, after temperature and top-k.
 
-    `taken_BK`: tokens that stay possible below the `top_k` most likely: other weights or another kernel may
-    rank them lower, and a ratio needs a finite number.
+    `taken_BK`: tokens that stay possible outside the `top_k` most likely: other weights or another kernel
+    may rank them lower, and a ratio needs a finite number.
     """
     logits_BKN = logits_BKN.float()
     if sampling.temperature == 0:

@@ -70,7 +70,7 @@ class Replay:
         record.readings, record.refused = {}, 0
 
     def grant(self, actor: str, request_number: int = -1) -> GroupGrant | None:
-        """Grant a group; repeating a request >= 0 returns the same. None without credit, space or start."""
+        """Grant a group; a repeated request >= 0 gets the same grant. None without credit, space or start."""
         state = self.state
         self.maintain()
         if (grant := state.limiter.find_grant(actor, request_number)) is not None:
@@ -90,7 +90,7 @@ class Replay:
         return answered and limiter.find_grant(actor, request_number) is None
 
     def admit(self, episode: Episode, actor: str | None = None) -> Receipt:
-        """Admit an episode of a sender (None: unknown). `pop_receipts` returns those of complete groups."""
+        """Admit a sender's episode (None: unknown). `pop_receipts` has the receipts of complete groups."""
         number, limiter = number_of(episode.group_id), self.state.limiter
         if number in self.lifecycle.unwritten:  # Its problem could give the group up.
             self.lifecycle.finish()

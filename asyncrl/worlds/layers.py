@@ -96,7 +96,7 @@ class FrameVae(nn.Module):
         return self.encoder.conv_in.weight.dtype
 
     def use_channels_last(self) -> None:
-        """Store the weights channels last; to be called again after replacing them."""
+        """Store the weights channels last; call it again after replacing them."""
         if self.channels_last:
             self.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 

@@ -232,7 +232,7 @@ def estimate_slot(config: EvacConfig, decisions: int, dtype: torch.dtype) -> Slo
 
 
 class EvacNetworks(nn.Module):
-    """The networks of a world, whose weights its files hold; random ones at first."""
+    """The networks of a world, with the weights of its files; random ones at first."""
 
     def __init__(self, config: EvacConfig) -> None:
         super().__init__()

@@ -40,7 +40,7 @@ NOISE_TIME: Final = 1000.0  # Time of pure noise.
 
 @dataclass(frozen=True, kw_only=True)
 class OpenSoraState(TensorState):
-    """The last four frames of `B` slots, as latents as they were drawn."""
+    """The latents of the last four frames of `B` slots, as they were drawn."""
 
     latents: Tensor  # [B, Z, 4, h, w] float32, scaled; the oldest first.
 
