@@ -1,4 +1,4 @@
-"""A task of one's own: a tabletop told in other words; and 50 recordings of a clumsy demonstrator.
+"""A task of one's own: a tabletop told in other words; and 100 recordings of a clumsy demonstrator.
 
 `python docs/examples/counter.py FOLDER` writes the recordings as LeRobot v3.0; `counter:Counter` is the
 simulator that judges policies.
@@ -16,7 +16,7 @@ from asyncrl.simulators.tabletop.simulator import Tabletop
 
 TASK = "move the red block onto the yellow tray"
 CAMERA, FILE, RATE = "observation.images.main", "chunk-000/file-000", 10
-CLUMSY = Demonstrator(noise=(0.02, 0.08), place_offset=(0.0, 0.03), place_spread=0.02)  # Metres.
+CLUMSY = Demonstrator(noise=(0.0, 0.04), place_offset=(0.0, 0.04), place_spread=0.02)  # Metres.
 ONE, IN_FILE = {"shape": [1], "names": None}, {"chunk_index": 0, "file_index": 0}
 
 
@@ -106,4 +106,4 @@ def write_movie(path, pictures):
 
 if __name__ == "__main__":
     simulator = Counter(places=1, image_size=64)
-    write(Path(sys.argv[1]), [record(simulator, seed) for seed in range(50)])
+    write(Path(sys.argv[1]), [record(simulator, seed) for seed in range(100)])
