@@ -1,6 +1,6 @@
 """Makes one decision for all episodes of a stage: policy, world model, reward model.
 
-`launch` queues the device's work and waits for nothing; `collect` waits for it. On CUDA all work is queued on
+`launch` queues the device's work without waiting; `collect` waits for it. On CUDA, all work is queued on
 the current stream of the device, in the order of the launches. So a state is read before it is swapped or
 overwritten, and weights copied into the policy between two launches apply to the later one.
 """

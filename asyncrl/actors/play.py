@@ -76,7 +76,7 @@ class SimulatorBackend(Backend[Any]):
         patience: float = 900.0,
         device: torch.device = CPU,
     ) -> None:
-        """Join the parts; with `together` a decision waits for all slots' answers, at most `patience` s."""
+        """Join the parts; with `together`, a decision waits for all slots' answers, at most `patience` s."""
         super().__init__(policy, sampling, device)
         self.pool, self.world_version = pool, SIMULATOR
         self.max_decisions, self.cameras, self.shows_state = max_decisions, cameras, shows_state

@@ -109,7 +109,7 @@ def main(arguments: list[str]) -> int:
 
 
 def read_settings(arguments: list[str], help_text: ShortHelp = TRAIN) -> TrainConfig:
-    """Read `[CONFIG.toml ...] [--flags]`; with --resume over the settings of the resumed run."""
+    """Read `[CONFIG.toml ...] [--flags]`; with --resume, they override those of the resumed run."""
     config = parse(arguments, help_text)
     if not config.resume:
         return _with_decay(config, config)

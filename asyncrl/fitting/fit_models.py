@@ -249,7 +249,7 @@ def fresh_reward(size: Size, recordings: Recordings, device: torch.device) -> Re
 
 
 def fit_reward(reward: ResNetReward, recordings: Recordings, drawn: Frames, schedule: Schedule) -> float:
-    """Train on frames with the simulator's verdict, half of them solved; with a wrong task they are unsolved.
+    """Train on frames with the simulator's verdict, half of them solved; with a wrong task, none is solved.
 
     `drawn` are the frames as the world's autoencoder draws them, ``[F, H, W, 3]`` uint8.
     """

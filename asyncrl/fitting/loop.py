@@ -164,7 +164,7 @@ def parts_of(batch: int, ranks: int, micro_batch: int) -> int:
 def prepared(function: Callable[..., Any], device: torch.device, *, compiled: bool) -> Callable[..., Any]:
     """Return `function` with bfloat16 matrix products on a GPU, compiled by `torch.compile` if `compiled`.
 
-    Parameters, sums and losses stay float32 (automatic mixed precision); on a CPU nothing is rounded.
+    Parameters, sums and losses stay float32 (automatic mixed precision); on a CPU, nothing is rounded.
     """
     fast = torch.compile(function, dynamic=False) if compiled else function
 

@@ -109,7 +109,7 @@ def resumed(config: TrainConfig, version: int) -> list[str]:
 
 
 def join_hint(config: TrainConfig, endpoint: str, keys: str, *, waits: bool) -> str:
-    """Return a line about how an actor joins; with `waits` nothing happens before one does."""
+    """Return a line about how an actor joins; with `waits`, nothing happens before one does."""
     # Keys of the user's own are copied to wherever the actor runs.
     where = "DIR" if config.replay.keys else keys
     command = f"asyncrl actor --join {endpoint}" + (f" --keys {where}" if where else "")

@@ -111,7 +111,7 @@ class Placement:
 
 
 def parse_placement(text: str, world_size: int, *, joined: bool = False) -> Placement:
-    """Read `--placement` for `world_size` ranks; with `joined` actors may join later."""
+    """Read `--placement` for `world_size` ranks; with `joined`, actors may join later."""
     if text in WORDS:
         return _by_word(text, world_size)
     ranks = read_ranks(text)

@@ -123,7 +123,7 @@ def beyond_trust_region(
     """Mark the units ``[D, U, V]`` that moved too far from the behaviour policy, in advantage's direction.
 
     ``pi - mu > bound`` where A > 0, ``mu - pi > bound`` where A < 0, with ``pi`` and ``mu`` a unit's
-    probability: of several tokens the geometric mean. Source: DPPO with the total-variation mask (prime-rl).
+    probability: of several tokens, the geometric mean. Source: DPPO with the total-variation mask (prime-rl).
     """
     now, then = (summed(x.detach(), mask, level, mean=True).exp() for x in (logprob, behaviour))
     return torch.sign(advantages.detach()) * (now - then) > bound

@@ -7,7 +7,7 @@
     adapters are               one unit, the root, gathered once per step. Frozen weights are never sharded:
                                gathering them in each pass would cost more than it saves
 
-With several copies (hybrid sharding) every row of ranks has all of the policy: gradients are summed within
+With several copies (hybrid sharding), every row of ranks has all of the policy: gradients are summed within
 rows in each pass, between rows after the last of a step. FSDP2 averages the loss: multiply it by the ranks.
 """
 

@@ -128,7 +128,7 @@ def clipped_loss(
 ) -> UnitLoss:
     """Compute PPO's clipped loss: ``max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))``, arXiv 1707.06347.
 
-    With `dual_clip` ``c > 1`` it is at most ``-A c`` where A < 0, arXiv 1912.09729. Separate widths: DAPO,
+    With `dual_clip` ``c > 1``, it is at most ``-A c`` where A < 0, arXiv 1912.09729. Separate widths: DAPO,
     arXiv 2503.14476. Times an importance weight it is decoupled PPO, arXiv 2110.00641; with geometric-mean
     ratios of whole sequences GSPO, arXiv 2507.18071. `log_ratio` ``[D, U, V]`` is current against proximal.
     """
@@ -183,7 +183,7 @@ def kl_penalty(logprob: Tensor, logprob_reference: Tensor) -> Tensor:
 
     ``k2 = d^2 / 2`` with ``d = log current - log reference`` (J. Schulman, 2020). Only its gradient,
     ``d grad log pi``, is that of the divergence: k1's is zero on average, k3's is KL(reference || current)'s.
-    Beyond `MAX_LOG_RATIO` the gradient keeps that size (P. Huber, 1964): it neither explodes nor vanishes.
+    Beyond `MAX_LOG_RATIO`, the gradient keeps that size (P. Huber, 1964): it neither explodes nor vanishes.
     """
     reference = logprob_reference.detach()
     return torch.nn.functional.huber_loss(logprob, reference, reduction="none", delta=MAX_LOG_RATIO)

@@ -1,7 +1,7 @@
 """Prepares a batch for its optimizer steps: old log-probs, advantages, importance weights; minibatches.
 
 A minibatch is one optimizer step of whole episodes, a micro-batch one pass over prompts of about equal
-length. A rank without decisions repeats a masked one, to keep in step with others.
+length. A rank without decisions repeats a masked one, to keep step with the others.
 
 A row is a decision, by its index in the batch. D decisions of the batch, R those evaluated before the first
 step, N those evaluated for the first time, E episodes of a minibatch, M decisions of a micro-batch or

@@ -3,7 +3,7 @@
     other ranks   cast their rows of many tensors into one message (a bucket), send it to rank 0
     rank 0        casts its own rows into the buffers while the others' travel, then copies theirs
 
-On CUDA all of it runs in the order of the current stream. Two NCCL communicators can deadlock if two
+On CUDA, all of it runs in the order of the current stream. Two NCCL communicators can deadlock if two
 processes are in both and launch their kernels in different orders; only learner rank 0 is in both groups.
 """
 

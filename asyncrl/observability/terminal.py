@@ -46,7 +46,7 @@ def duration(seconds: float) -> str:
 
 
 def hanging(head: str, text: str, *, least: int = 20) -> str:
-    """Append `text` to `head`; on a terminal wrapped and indented, below `head` if space is short."""
+    """Append `text` to `head`; on a terminal, wrap and indent it, below `head` if space is short."""
     if not sys.stdout.isatty():
         return head + text
     width = shutil.get_terminal_size().columns
@@ -69,7 +69,7 @@ class _Lines(io.TextIOBase):
 
 
 def progress(items: Any = None, **options: Any) -> Any:
-    """Return tqdm's bar, not shown below another; without a terminal a line every `LINE_SECONDS`."""
+    """Return tqdm's bar, hidden below another; without a terminal, it prints a line every `LINE_SECONDS`."""
     from tqdm import tqdm
 
     options["disable"] = options.get("disable", False) or bool(getattr(tqdm, "_instances", ()))

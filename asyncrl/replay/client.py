@@ -185,7 +185,7 @@ class ZmqLearnerPort:
         self._reply: Message | None = None
 
     def choose(self, *, groups: int, version: int, timeout: float) -> BatchDescription:
-        """See `LearnerPort`. After a timeout the same request goes on waiting."""
+        """See `LearnerPort`. After a timeout, the same request goes on waiting."""
         self._link.version = max(self._link.version, version)
         about = {"groups": groups, "version": version}
         if not self._wanted.items() >= about.items():

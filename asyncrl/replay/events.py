@@ -229,7 +229,7 @@ class Ledger:
         return read_entries(self.path, self._warn)
 
     def append(self, **entry: Any) -> None:
-        """Append one line durably; on a full disk the spare space is given back first."""
+        """Append one line durably; on a full disk, the spare space is given back first."""
         line, size = write_line(entry, self._last), os.fstat(self._file).st_size
         try:
             try:

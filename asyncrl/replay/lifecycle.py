@@ -1,7 +1,7 @@
 """Life of a complete group: its file, its event in the ledger, and its receipts.
 
 While the disk is full, or no file can be opened, complete groups stay in memory and no new group is granted:
-the credit bounds the memory. After an interruption `recover` brings the groups back from ledger and files
+the credit bounds the memory. After an interruption, `recover` brings the groups back from ledger and files
 when the process starts, `roll_back` when a learner resumes from an earlier version.
 """
 

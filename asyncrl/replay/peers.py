@@ -130,7 +130,7 @@ class Peers:
         self.sender.send(peer, "welcome", boot=self.server_id, known=known)
 
     def remove(self, peer: bytes) -> None:
-        """Remove an actor. After the stop its open groups stay, for a resume."""
+        """Remove an actor. After the stop, its open groups stay, for a resume."""
         name = self.actors.pop(peer, None)
         if name is not None and not self.replay.stopped:
             self.replay.leave(name)
@@ -159,7 +159,7 @@ class Peers:
         return True
 
     def _admit(self, peer: bytes, message: Message) -> bool:
-        """Admit a peer; of two actors with one name the newer stays: a respawned actor keeps its name."""
+        """Admit a peer; of two actors with one name, the newer stays: a respawned actor keeps its name."""
         name, session, limiter = message["name"], message["session"], self.replay.state.limiter
         actor = limiter.actors.get(name, ActorRecord())
         if session in self._replaced:

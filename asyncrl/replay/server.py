@@ -54,7 +54,7 @@ def serve_replay(
     stop_event: threading.Event | None = None,
     ready: Callable[[], object] = lambda: None,
 ) -> None:
-    """Run the replay until it is over; without `security` only this user may reach the endpoint."""
+    """Run the replay until it is over; without `security`, only this user may reach the endpoint."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         with (

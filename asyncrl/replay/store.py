@@ -37,7 +37,7 @@ class EpisodeStore:
     def __init__(
         self, folder: Path, *, group_size: int, max_bytes: int, warn: Callable[[str], None] = print
     ) -> None:
-        """Open or create the folder and recover it; beyond `max_bytes` unneeded groups are deleted."""
+        """Open or create the folder and recover it; beyond `max_bytes`, unneeded groups are deleted."""
         self.folder, self.max_bytes, self._warn = folder, max_bytes, warn
         self.group_files: dict[int, GroupFile] = {}
         self.total_bytes = 0

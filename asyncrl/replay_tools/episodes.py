@@ -45,7 +45,7 @@ def bar(value: float, most: float) -> str:
 
 
 def watched(items: Sequence[Item] | Iterable[Item], what: str) -> Iterator[Item]:
-    """Yield the items; after 2 s a progress bar appears on stderr, and it goes away at the end."""
+    """Yield the items; after 2 s, a progress bar appears on stderr, and it goes away at the end."""
     return iter(progress(items, desc=what, delay=2, leave=False))
 
 

@@ -52,7 +52,7 @@ def camera_name(number: int) -> str:
 def samples_of(episode: Episode, rate: Rate) -> Samples | None:
     """Cut an episode into samples; None at the rate of steps when its video was not kept.
 
-    At the rate of steps observation t is the last frame before action t: the first observation of the
+    At the rate of steps, observation t is the last frame before action t: the first observation of the
     episode, then the video frame that action t - 1 made. Steps after the end are omitted.
     """
     length = episode.steps

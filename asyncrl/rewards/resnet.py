@@ -7,7 +7,7 @@ The published networks are distinguished by the names of their tensors, and thei
     net.*, blocks with shortcut   any task, EVAC's: no biases in the blocks, a normed shortcut; not rounded
 
 Rounded scores are 0 or 1, as in RLinf's training. All published ones take frames of 256 pixels. LIBERO-Long
-has six networks, ``group_1`` to ``group_6``; of several ``N.pth`` in a group the largest number counts.
+has six networks, ``group_1`` to ``group_6``; of several ``N.pth`` in a group, the largest number counts.
 Letters: B slots, C frames per slot (8), N = B * C images, H/W pixels.
 """
 

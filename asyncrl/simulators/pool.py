@@ -158,7 +158,7 @@ class SimulatorPool(AbstractContextManager["SimulatorPool"]):
     """``max(workers, 1) * source.places`` slots, each with an episode or none.
 
     Results do not depend on the number of workers, bit for bit. Create the pool in a thread that outlives it:
-    on Linux the workers die with that thread.
+    on Linux, the workers die with that thread.
 
     Args:
         workers: Processes; 0 runs everything in this process.

@@ -1,6 +1,6 @@
 """Serve a simulator pool as one worker: play the places of one simulator, answer each place separately.
 
-Requests received are stepped together; with `SimulatorSpec.lockstep` once every playing place has a request.
+Requests received are stepped together; with `SimulatorSpec.lockstep`, once every playing place has a request.
 Requests and answers are dicts of plain values and arrays, which `pack` writes for a pipe.
 """
 

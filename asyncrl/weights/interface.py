@@ -98,7 +98,7 @@ class Link:
     """Connection of one epoch between the learner (rank 0) and its members; every call may block.
 
     Its optional `moved` counts the pieces carried so far; while it rises, the peer is not dead. With an
-    optional `may_block` of False it is used on the calling thread, without a deadline.
+    optional `may_block` of False, it is used on the calling thread, without a deadline.
     """
 
     def send(self, buffer_index: int) -> None:

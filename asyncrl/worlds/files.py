@@ -1,7 +1,7 @@
 """Folders of worlds: their kind, and the parts that all kinds share.
 
 A kind is recognised by names of tensors. Folders that asyncrl wrote have ``world.json`` too, with the kind
-and the facts that shapes do not determine; without it the facts of the published worlds apply.
+and the facts that shapes do not determine; without it, the facts of the published worlds apply.
 """
 
 from __future__ import annotations

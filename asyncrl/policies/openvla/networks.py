@@ -139,7 +139,7 @@ class ProprioProjector(nn.Module):
 
 
 def build_llm(config: OpenVLAOFTConfig) -> transformers.LlamaModel:
-    """Build a Llama model; for parallel decoding it attends both ways, or OFT loses half its successes."""
+    """Build a Llama model; for parallel decoding, it attends both ways, or OFT loses half its successes."""
     return transformers.LlamaModel(
         transformers.LlamaConfig(
             vocab_size=config.vocab_size,

@@ -2,7 +2,7 @@
 
 A folder like RLinf-OpenSora-LIBERO-Spatial holds the transformer (one safetensors file, or shards with an
 index), the autoencoder in ``vae/`` and ``dataset_statistics.json``. Sizes are read from shapes and from
-``vae/config.json``; world.json has the image size and the steps; without it the published ones apply.
+``vae/config.json``; world.json has the image size and the steps; without it, the published ones apply.
 """
 
 from __future__ import annotations
