@@ -124,7 +124,7 @@ Frames = NDArray[np.uint8] | FrameFile  # [F, H, W, 3] uint8, in memory or in a 
 
 
 def blocks(shape: Sequence[int]) -> list[slice]:
-    """Cut the rows ``[F, H, W, 3]`` into slices of about `BLOCK_BYTES`, each a multiple of 64 rows.
+    """Cut the rows ``[F, H, W, 3]`` into slices of about `BLOCK_BYTES`, all but the last a multiple of 64.
 
     >>> blocks((130, 512, 512, 3))
     [slice(0, 64, None), slice(64, 128, None), slice(128, 130, None)]

@@ -273,7 +273,7 @@ class LiberoFile(RobomimicFile):
         )
 
     def episode(self, where: str, start: SimStart, **arrays: NDArray[Any]) -> SimulatedEpisode:
-        """Begin with the picture after the first action, and mirror all pictures."""
+        """Start the episode at the picture after the first action, and mirror all pictures."""
         success = arrays["success"][1:]
         arrays |= {
             "actions": arrays["actions"][1:],

@@ -61,12 +61,12 @@ class Kind(NamedTuple):
 
 
 def lacks_wan(folder: Path) -> str:
-    """Return the tensor that a folder lacks to hold a Wan transformer, or ""; torn files count as whole."""
+    """Return why a folder holds no Wan transformer, or ""; truncated files count as complete."""
     return _absent({name.removeprefix(WAN_PREFIX) for name in names_in(folder)}, WAN_MARKS)
 
 
 def lacks_opensora(folder: Path) -> str:
-    """Return the tensor that a folder lacks to hold an STDiT3, or ""; torn files count as whole."""
+    """Return why a folder holds no STDiT3, or ""; truncated files count as complete."""
     return _absent(names_in(folder), OPENSORA_MARKS)
 
 

@@ -202,7 +202,7 @@ def missing_files(folder: Path) -> list[str]:
 
 
 def model_class(folder: Path) -> str:
-    """Return the class of transformers that opens the policy, the first AutoModel; "" without AutoConfig."""
+    """Return the first AutoModel class in config.json's auto_map; "" if that has no AutoConfig."""
     classes = _auto_map(folder / "config.json")
     if "AutoConfig" not in classes:
         return ""

@@ -137,7 +137,7 @@ class LightReport:
 
 
 def light_files(suite: str) -> dict[str, str]:
-    """Return path of the package's file -> path of the light one, as `make_light` made them."""
+    """Return path of the package's file -> path of the simplified one that `make_light` made."""
     index = _index(suite)
     remedy = f"Make them: asyncrl simulators lite {suite}"
     if not index.is_file():

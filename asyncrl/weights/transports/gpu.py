@@ -137,7 +137,7 @@ class CudaIpcTransport:
         return cls(SameGpu(device, stream), NcclTransport(device, deadline, stream), gpu)
 
     def side_stream(self) -> AbstractContextManager[object]:
-        """Return a context on the stream of both carriers."""
+        """Return a context on the transfers' stream."""
         return self._far.side_stream()
 
     def connect_root(self, store: Store, size: int, buffers: BufferPair) -> Link:

@@ -1,7 +1,7 @@
 """Copy weights between processes of a host out of the learner's buffers in memory files (memfd).
 
-A mapping outlives the learner, and the files can neither shrink nor grow. A member that copies too late sees
-a wrong checksum.
+A mapping outlives the learner, and the files can neither shrink nor grow. A receiver that is too late
+sees a wrong checksum.
 """
 
 from __future__ import annotations
