@@ -219,7 +219,7 @@ class Episode:
 
     @property
     def steps(self) -> int:
-        """Steps until the end: `steps_taken`, else until a success's last positive reward."""
+        """`steps_taken` if known; else up to a success's last reward, or all steps."""
         if self.steps_taken != UNKNOWN_LENGTH:
             return self.steps_taken
         rewarded = np.flatnonzero(self.rewards.reshape(-1) > 0)

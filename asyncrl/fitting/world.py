@@ -55,7 +55,7 @@ PIXELS_ON_GPU: Final = 2**22  # Pixels encoded or drawn at once, frame by frame.
 
 @dataclass(frozen=True, kw_only=True)
 class WorldOptions:
-    """Options of some kinds only."""
+    """Options of certain worlds."""
 
     context_sigma: float = CONTEXT_SIGMA  # Noise level of the memory latent while training, in [0, 1].
     imagined_memory: float = 0.0  # Share of windows whose memory latent the network drew itself.

@@ -83,7 +83,7 @@ class Update:
     def __call__(self, batch: Batch, version: int = 0) -> dict[Metric, float]:
         """Make ``epochs * minibatches`` optimizer steps on the batch; collective.
 
-        Decisions that can have no gradient are not evaluated, but stay in the denominator.
+        Decisions that cannot have a gradient are not evaluated, but stay in the denominator.
         """
         if isinstance(self.policy, nn.Module):
             self.policy.eval()  # Dropout would make current and behaviour log-probs differ without any lag.

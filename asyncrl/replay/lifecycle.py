@@ -40,7 +40,7 @@ class GroupLifecycle:
         """Complete groups in the thread's queue. Nothing gives them up before they are written."""
 
     def recover(self) -> None:
-        """Restore an empty state from the ledger and the files."""
+        """Fill the empty state from the ledger and the files."""
         state, limiter, files, aside = self.state, self.state.limiter, self.store.group_files, set[int]()
         for event in read_events(self.store.ledger.read(), self._warn):
             state.apply(event)

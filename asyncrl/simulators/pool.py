@@ -203,7 +203,7 @@ class SimulatorPool(AbstractContextManager["SimulatorPool"]):
     ) -> None:
         """Ask for steps; the answer comes with `ready`. They stop early where the episode ends.
 
-        `actions`: ``[S, A]`` float32, finite; or the number of steps that the expert chooses.
+        `actions`: ``[S, A]`` float32, finite; or, if the expert acts, the number of steps.
         """
         if isinstance(actions, int):
             request: dict[str, Any] = {"steps": actions, "actions": None}

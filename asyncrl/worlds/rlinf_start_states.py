@@ -2,8 +2,8 @@
 
 Each file is an array of one dict per frame: ``image`` uint8 ``[H, W, 3]``, ``delta_action`` ``[7]`` (the
 action that produced the frame), ``instruction`` or ``task``, and perhaps ``init_ee_pose`` or ``abs_action``
-``[8]`` (the pose of the hand). The first frame begins the episode. The last four of four frames or more are a
-context: keyframe files (``_kir``) hold a reference frame, then four frames on the way. As in RLinf, the
+``[8]`` (the pose of the hand). The first frame begins the episode. In a file of four frames or more, the last
+four are the context: keyframe files (``_kir``) hold a first frame and four later ones. As in RLinf, the
 number of frames decides, not the name.
 """
 

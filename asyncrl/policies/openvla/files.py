@@ -303,7 +303,7 @@ def write_policy(
     whole: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> int:
-    """Write a policy folder, each file whole or not at all; returns the bytes of the weights it uses."""
+    """Write a policy folder, each file whole or not at all; return the bytes of the weights in use."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = names.tensor_map(specs)
     used = names.published_specs(rows, specs, fold=whole)

@@ -150,7 +150,7 @@ class LiberoPlace:
 
 
 class LiberoSuite(OneByOne[LiberoPlace]):
-    """A suite of LIBERO: one place, actions of robosuite's OSC_POSE controller at 20 Hz.
+    """A suite of LIBERO, one episode at a time; robosuite's OSC_POSE actions at 20 Hz.
 
     An action is 7 numbers, clipped to [-1, 1]: translation (5 cm at 1), rotation vector (0.5 rad at 1),
     gripper (+1 closes). A success ends nothing; `terminated` is never set.
