@@ -84,6 +84,9 @@ def test_a_plot_has_a_line_per_run_and_their_mean(
     assert lines["imagined"].get_xydata().tolist() == [[1, 0.1], [2, 0.2], [3, 0.3], [4, 0.4]]
     assert lines["true"].get_xydata().tolist() == [[2, 0.5]]
     assert len(figures[0].axes[0].lines) == 6
+    assert {"mean -", "largest -"} <= {line.get_label() for line in figures[0].axes[1].lines}, (
+        "without values"
+    )
     monkeypatch.undo()
     monkeypatch.chdir(folder.parent)
     said(["plot", "runs/first", "--panels", "success", "--out", "one.png"], capsys)

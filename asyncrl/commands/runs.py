@@ -130,7 +130,7 @@ def plot(config: PlotConfig) -> int:
                 for step, value in line.items():
                     by_step.setdefault(step, []).append(value)
             mean = {step: sum(by_step[step]) / len(by_step[step]) for step in sorted(by_step)}
-            axes.plot(mean.keys(), mean.values(), c=colour, lw=2.5, marker=".", label=name * bool(mean))
+            axes.plot(mean.keys(), mean.values(), c=colour, lw=2, marker=".", label=name + " -" * (not mean))
         axes.set(title=title, xlabel="update", ylim=(0, None if "lag" in title else 1))
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
