@@ -4,8 +4,8 @@
 simulator that judges policies.
 """
 
+import argparse
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,5 +105,8 @@ def write_movie(path, pictures):
 
 
 if __name__ == "__main__":
-    simulator = Counter(places=1, image_size=64)
-    write(Path(sys.argv[1]), [record(simulator, seed) for seed in range(100)])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    folder, simulator = parser.parse_args().folder, Counter(places=1, image_size=64)
+    write(folder, [record(simulator, seed) for seed in range(100)])
+    print(f"100 recordings in {folder}")
