@@ -27,7 +27,7 @@ class WireError(AsyncRLError):
 
 
 class ReplayError(AsyncRLError):
-    """The replay cannot do what was asked."""
+    """The replay cannot serve a request."""
 
 
 class DiskFull(ReplayError):

@@ -37,7 +37,7 @@ class NamesOfFailures:
 
 @pytest.hookimpl(trylast=True)  # after the terminal's
 def pytest_configure(config: pytest.Config) -> None:
-    """Take Ctrl-C as in a terminal, also where a shell started the tests in the background."""
+    """Name failures at once; take Ctrl-C as in a terminal, even in the background of a shell."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if terminal := config.pluginmanager.get_plugin("terminalreporter"):

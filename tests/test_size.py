@@ -17,7 +17,7 @@ CEILINGS = {
     "doctor": (1238, 7),
     "evaluation": (929, 5),
     "fitting": (4155, 15),
-    "launch": (4496, 19),
+    "launch": (4490, 19),
     "learner": (3259, 16),
     "messaging": (1042, 6),
     "observability": (2434, 12),

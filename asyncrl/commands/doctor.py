@@ -1,4 +1,4 @@
-"""Check what a run needs before it begins.
+"""Check a run's requirements before it begins.
 
 `asyncrl doctor [CONFIG.toml ...] [--flags]`: check everything a run needs on this host, or a simulator.
 `asyncrl check KIND NAME`: try whether a class of yours keeps the protocol of its kind.

@@ -112,7 +112,7 @@ def plot(config: PlotConfig) -> int:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise ConfigError(
-            "a plot needs the package matplotlib. Install it: pip install -c constraints.txt -e '.[plot]'."
+            "a plot needs the package matplotlib. Install it with pip install 'asyncrl[plot]'."
         ) from None
     runs = [list(read_json_lines(run.expanduser() / METRICS, {"step": int})) for run in config.runs]
     for run, rows in zip(config.runs, runs, strict=True):
@@ -204,8 +204,8 @@ def _shown(run: Path, config: StatusConfig) -> State:
         return state
     width = shutil.get_terminal_size().columns if config.watch and sys.stdout.isatty() else None
     lines = [head] * bool(head) + [line for process in processes for line in _lines(process, state)]
-    text = "\n".join([*(line[:width] for line in lines), *([""] if config.watch and not width else [])])
-    print(f"{_CLEARED if width else ''}{text}", flush=True)
+    text, end = "\n".join(line[:width] for line in lines), "\n\n" if config.watch and not width else "\n"
+    print(f"{_CLEARED if width else ''}{text}", end=end, flush=True)
     return state
 
 

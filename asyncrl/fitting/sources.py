@@ -1,4 +1,4 @@
-"""Read everything that `--data` names, whatever its layout, into `Recordings`."""
+"""Read the data sets of `--data`, of any layout, into `Recordings`."""
 
 from __future__ import annotations
 

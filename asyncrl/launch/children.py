@@ -205,7 +205,7 @@ class ChildProcesses:
         self._thread.start()
 
     def spawn(self, make: Callable[[], Supervisor]) -> None:
-        """Spawn a child, which is respawned when it dies; raises what `make` raises."""
+        """Spawn a child, which is respawned when it dies; errors of `make` propagate."""
         done = Future[None]()
         self._requests.put((make, done))
         done.result()  # The thread, with which the child would end, spawns in milliseconds or fails.

@@ -325,7 +325,7 @@ def _evaluate(policy: Policy, frames: NDArray[np.uint8], tasks: Sequence[str], a
 
 
 def check_simulator(simulator: Simulator) -> Iterator[str]:
-    """Check what `evaluate` and `collect` need of a simulator; yields a line for everything that holds."""
+    """Check that `evaluate` and `collect` can use a simulator; yields a line per check that passes."""
     report, spec = Reporter("simulator", simulator), simulator.spec
     first, other, again = (_play(report, simulator, number) for number in (1, 2, 1))
     tasks = check_instructions(first[0].tasks, report.name + ", reset().tasks", spec.places)

@@ -80,7 +80,7 @@ def world_line(asked: TrainConfig, said: WorldDefaults) -> str:
     context = "" if asked.imagination.context == "auto" else asked.imagination.context
     entries = (
         ("steps", asked.imagination.steps, said.steps),
-        ("context", context, said.context if said.steps else ""),
+        ("context", context, said.context if said.steps else ""),  # Own classes have no such setting.
         ("decisions", asked.actor.max_decisions, said.max_decisions),
     )
     by_world = [f"{name} {default}" for name, own, default in entries if not own and default]
@@ -256,8 +256,6 @@ def _how_to_evaluate(config: TrainConfig, run: str, tasks: Sequence[str]) -> str
     if simulator := config.evaluation.simulator or simulator_of_tasks(set(tasks)):
         own = f" --simulator {simulator}" if registry.names_code(simulator) else ""
         return f"{command}{own}"
-    if registry.names_code(config.world):
-        return f"{command} --simulator package.module:Class"
     return f"{command} --simulator package.module:Class (no built-in simulator plays this world's tasks)"
 
 

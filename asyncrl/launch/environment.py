@@ -95,7 +95,7 @@ def tasks_of(starts: Iterable[StartState]) -> tuple[str, ...]:
 
 
 def check_environment(config: TrainConfig) -> WorldFiles | SimulatorFiles:
-    """Check what --world names: a simulator, or a world model."""
+    """Check the simulator or world model of --world."""
     return check_simulator(config) if simulator_named(config.world) else check_world_model(config)
 
 

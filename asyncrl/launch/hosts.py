@@ -87,7 +87,7 @@ def check_agree(hosts: Sequence[HostFacts]) -> None:
 
 
 def bind_gloo(address: str) -> None:
-    """Let gloo listen at this host's address, if not empty: by default, it uses that of the host's name."""
+    """Bind gloo to this host's address; if empty, gloo uses the address of the host's name."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex() if address else ():
             with suppress(OSError):  # It has no address.

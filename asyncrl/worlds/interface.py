@@ -51,7 +51,7 @@ class WorldState(Protocol):
 
 
 class World(Protocol[State]):
-    """Imagines what the robot's actions lead to, one decision (C actions, C frames) at a time."""
+    """Imagines the outcome of the robot's actions, one decision (C actions, C frames) at a time."""
 
     version: int
     """Version of the weights; travels with every episode."""

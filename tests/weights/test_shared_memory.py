@@ -224,6 +224,7 @@ def test_of_many_versions_in_a_row_none_is_ever_mixed_with_another(publisher: Br
     while not pipe.poll() and time.monotonic() < until:
         version += 256 - 63 if version % 256 == 63 else 1
         publisher.publish(versions[version % 256], version)
+    assert pipe.poll(), "the actor saw ten versions in time"
     seen = pipe.recv()
     process.join(PATIENCE)
     assert process.exitcode == 0
